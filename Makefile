@@ -1,0 +1,36 @@
+# Everything runs from .venv, which the first command makes: Python 3.11 or newer is all that must be there.
+PYTHON ?= python3
+BIN := .venv/bin
+# oneDNN's AMX kernels for bfloat16 crash on some virtual machines; AVX-512 gives the same numbers.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
+
+.PHONY: demo test lint bench test-gpu clean
+
+demo: .venv/cli
+	$(BIN)/samplewise demo
+
+test: lint
+	$(BIN)/pytest
+
+lint: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench: .venv/bench
+	$(BIN)/python benchmarks/step.py
+
+test-gpu:
+	$(PYTHON) -m pytest -m gpu tests
+
+# .venv/EXTRA stands for "installed with that extra".
+.venv/bin/uv:
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+
+.venv/%: pyproject.toml | .venv/bin/uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[$*]'
+	@touch $@
+
+clean:
+	rm -rf .venv

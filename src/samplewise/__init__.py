@@ -1,0 +1,7 @@
+"""The gradient of every sample in a batch, for any PyTorch model, and answers about them without building them."""
+
+from samplewise.errors import SamplesMixError, SamplewiseError, UnattributedError
+from samplewise.queries import Grads, capture
+
+__version__ = "0.1.0"
+__all__ = ["Grads", "SamplesMixError", "SamplewiseError", "UnattributedError", "capture"]

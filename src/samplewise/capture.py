@@ -1,0 +1,240 @@
+"""`with capture(model)`: owns the uses of the parameters, from the model's forward to the end of its backward."""
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
+
+from samplewise.errors import SamplesMixError, SamplewiseError, UnattributedError
+from samplewise.factors.base import Factor
+from samplewise.intercept import Intercept, Targets
+from samplewise.samples import Layout, Mark, Marks, Mixed
+from samplewise.weights import Weights
+
+
+class Capture:
+    """Records, for each captured parameter, one factor a use; the arguments are those of `queries.capture`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        batch_size: int | None = None,
+        batch_dim: int = 0,
+        loss_reduction: str = "sum",
+        params: Iterable[str] | None = None,
+        exclude: Iterable[str] = (),
+    ):
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"capture takes an nn.Module, got {type(model).__name__}")
+        if loss_reduction not in ("sum", "mean"):
+            raise ValueError(f'loss_reduction is "sum" or "mean", got {loss_reduction!r}')
+        scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+        if scripted:
+            raise SamplewiseError(
+                f"submodule {scripted[0]!r} is a ScriptModule, whose ops cannot be seen from Python. "
+                "Capture the module that it was scripted from."
+            )
+        self.model = model
+        self.batch_size, self.batch_dim, self.loss_reduction = batch_size, batch_dim, loss_reduction
+        self.parameters, self._aliases = captured_parameters(model, params, exclude)
+        self.weights, self.marks = Weights(self.parameters), Marks()
+        self.anchor = torch.zeros((), requires_grad=True)
+        self.anchor_node = get_gradient_edge(self.anchor).node
+        self._factors: dict[str, list[Factor]] = {}
+        self._versions: list[tuple[str, Tensor, int]] = []
+        self._scale: float | None = None
+        self._intercept: Intercept | None = None
+        self._handles: list[Any] = []
+        self._outermost: nn.Module | None = None
+        self._is_open = False
+
+    # --- the block ---------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        if self._intercept is not None:
+            raise SamplewiseError("a capture holds one batch and is entered once. Make a new one: capture(model).")
+        self._watch_modules()
+        self._guard_parameters()
+        self._is_open = True
+        self._intercept = Intercept(self)
+        self._intercept.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        assert self._intercept is not None
+        self._intercept.__exit__(kind, error, trace)
+        self._is_open = False
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _watch_modules(self) -> None:
+        """Tensors passed to the model, or to a part of it, from outside are the batch."""
+
+        def entered(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            if self._outermost is None:
+                self._outermost = module
+                self._handles.append(module.register_forward_hook(left, always_call=True))
+                self._mark_inputs(args, kwargs)
+
+        def left(module: nn.Module, args: tuple, out: Any) -> None:
+            if self._outermost is module:
+                self._outermost = None
+                self._handles.pop().remove()
+
+        for module in self.model.modules():
+            self._handles.append(module.register_forward_pre_hook(entered, with_kwargs=True))
+
+    def _guard_parameters(self) -> None:
+        """An ordinary gradient on its way to a captured parameter is a use that was not seen."""
+        for name, parameter in self.parameters.items():
+
+            def guard(_: Any, name: str = name) -> None:
+                raise UnattributedError(unseen([name]))
+
+            self._handles.append(get_gradient_edge(parameter).node.register_prehook(guard))
+
+    # --- the batch ---------------------------------------------------------------------------------------------------
+
+    def mark(self, tensor: Tensor, *, batch_dim: int | None = None) -> Tensor:
+        """`tensor`, known from now on to hold the samples of the batch along `batch_dim`.
+
+        For data that reaches the parameters in another way than as an argument of the model.
+        """
+        dim = self.batch_dim if batch_dim is None else batch_dim
+        size = tensor.shape[dim]
+        if self.batch_size is None:
+            self.batch_size = size
+        if size != self.batch_size:
+            raise UnattributedError(
+                f"a tensor {tuple(tensor.shape)} was marked along dimension {dim}, but the batch has {self.batch_size} samples."
+            )
+        self.marks.set(tensor, Layout.along(dim, ndim=tensor.ndim, num_samples=size))
+        return tensor
+
+    def _mark_inputs(self, args: tuple, kwargs: dict) -> None:
+        leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        inputs = [t for t in leaves if self.marks.get(t) is None and self.weights.get(t) is None]
+        dim = self.batch_dim
+        sizes = {t.shape[dim] for t in inputs if t.ndim > dim}
+        if self.batch_size is None:
+            sizes = sizes - {1} or sizes  # a lone 1 among others is broadcast over the batch
+            if len(sizes) > 1:
+                raise UnattributedError(
+                    f"the model's inputs have sizes {sorted(sizes)} along dimension {dim}, so the batch size is not clear. "
+                    "Give it: capture(model, batch_size=...); inputs of another size are then shared by all samples."
+                )
+            if not sizes:
+                raise UnattributedError(
+                    "the model was called without a tensor from which the batch size could be read. "
+                    "Give it, capture(model, batch_size=...), and mark the data: grads.mark(tensor)."
+                )
+            (self.batch_size,) = sizes
+        elif inputs and self.batch_size not in sizes and len(inputs) == len(leaves):
+            raise UnattributedError(
+                f"the batch has {self.batch_size} samples, but no input of this call has that size along dimension {dim} "
+                f"(found {sorted(sizes)}). One capture holds one batch."
+            )
+        for t in inputs:
+            if t.ndim > dim and t.shape[dim] == self.batch_size:
+                self.mark(t)
+
+    # --- backward ----------------------------------------------------------------------------------------------------
+
+    def backward(self, losses: Tensor) -> None:
+        """Backward from one loss a sample, shape [B]: no reduction, so nothing to get wrong.
+
+        Per-sample gradients are those of `losses[b]`. Serves losses that average over a sample's own tokens, whatever
+        their number.
+        """
+        mark = self.marks.get(losses)
+        if losses.shape != (self.batch_size,) or (isinstance(mark, Layout) and mark.fold(0).axis != 0):
+            raise UnattributedError(
+                f"grads.backward takes one loss a sample, shape ({self.batch_size},) in the order of the batch, "
+                f"got {tuple(losses.shape)}. Use reduction='none' and sum what belongs to one sample."
+            )
+        self.check_losses([] if mark is None else [(losses, mark)])
+        self._set_scale(1.0)
+        total = losses.sum()
+        self.marks.set(total, Mixed("sum", linear=True, even=True))
+        total.backward()
+
+    def check_losses(self, losses: list[tuple[Tensor, Mark]]) -> None:
+        """Raises if the value that backward starts from is not made of separate samples."""
+        for _, mark in losses:
+            if isinstance(mark, Mixed) and not mark.linear:
+                raise SamplesMixError(
+                    f"the loss mixes samples ({mark.op} combines them other than by a weighted sum), so it has no per-sample "
+                    "gradients. A loss must be a sum or mean of one term a sample."
+                )
+            if isinstance(mark, Mixed) and not mark.even and self.loss_reduction == "mean" and self._scale is None:
+                raise SamplesMixError(
+                    f'loss_reduction="mean", but the mean made by {mark.op} does not weigh all samples alike (ignored '
+                    "targets, class weights or rows of unequal number). Give one loss a sample to grads.backward(losses)."
+                )
+
+    def _set_scale(self, scale: float) -> None:
+        if self._scale not in (None, scale):
+            raise SamplewiseError(
+                'loss.backward() with loss_reduction="mean" and grads.backward(losses) met in one capture.'
+            )
+        self._scale = scale
+
+    def deliver(self, targets: Targets, factor: Factor) -> None:
+        """Takes the factor of one use."""
+        if not self._is_open:
+            raise UnattributedError(
+                "backward ran after the capture block had ended. Call it inside: with capture(model) as grads: ..."
+            )
+        if self._scale is None:
+            self._set_scale(float(self.batch_size or 0) if self.loss_reduction == "mean" else 1.0)
+        for name, pull in targets:
+            self._factors.setdefault(name, []).append(pull(factor))
+            self._versions += [(name, t, t._version) for t in factor.tensors()]
+
+
+def captured_parameters(
+    model: nn.Module, params: Iterable[str] | None, exclude: Iterable[str]
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The trainable parameters to capture by their first name, and for every name of them that first name."""
+    wanted, unwanted = (None if names is None else _patterns(names) for names in (params, exclude))
+    trainable = [(n, p) for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
+    for pattern in [*(wanted or ()), *(unwanted or ())]:
+        if not any(fnmatchcase(name, pattern) for name, _ in trainable):
+            raise ValueError(f"no trainable parameter is called {pattern!r}")
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in trainable:
+        names_of.setdefault(id(parameter), []).append(name)
+    chosen: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    for name, parameter in trainable:
+        names = names_of[id(parameter)]
+        if wanted is not None and not any(fnmatchcase(n, p) for n in names for p in wanted):
+            continue
+        if unwanted and any(fnmatchcase(n, p) for n in names for p in unwanted):
+            continue
+        chosen.setdefault(names[0], parameter)
+        aliases[name] = names[0]
+    return chosen, aliases
+
+
+def _patterns(names: Iterable[str]) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)
+
+
+def unseen(names: Iterable[str]) -> str:
+    return (
+        f"an ordinary gradient reached captured parameter {', '.join(map(repr, sorted(names)))}: it was used where samplewise "
+        "does not see it (a custom autograd.Function, compiled or scripted code, another thread), or on a tensor that is "
+        "not known to hold samples. Mark such a tensor, grads.mark(tensor), or leave the parameter out: "
+        "capture(model, exclude=[...])."
+    )

@@ -1,0 +1,100 @@
+"""Products of two tensors written as an einsum: one letter a dimension."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+BATCH_LETTERS = "abcdefgh"
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """left, right → out; a letter in both operands and not in the result is summed over."""
+
+    left: str
+    right: str
+    out: str
+
+
+def matmul_letters(left: Tensor, right: Tensor) -> Contraction:
+    """The letters of `left @ right`.
+
+    >>> matmul_letters(torch.zeros(5, 2, 3), torch.zeros(3, 4))
+    Contraction(left='aij', right='jk', out='aik')
+    """
+    i, k = "i" if left.ndim > 1 else "", "k" if right.ndim > 1 else ""
+    num_batch = max(left.ndim, right.ndim, 2) - 2
+    batch = BATCH_LETTERS[:num_batch]
+    of_left, of_right = (batch[num_batch - max(0, t.ndim - 2) :] for t in (left, right))
+    return Contraction(f"{of_left}{i}j", f"{of_right}j{k}", f"{batch}{i}{k}")
+
+
+def linear_letters(x: Tensor, weight: Tensor) -> Contraction:
+    """The letters of `F.linear(x, weight)`."""
+    lead, k = BATCH_LETTERS[: x.ndim - 1], "k" if weight.ndim == 2 else ""
+    return Contraction(f"{lead}j", f"{k}j", f"{lead}{k}")
+
+
+def einsum_letters(equation: str, left: Tensor, right: Tensor) -> Contraction | None:
+    """The letters of a two-operand einsum with its ellipsis spelt out; None where a letter repeats in one term.
+
+    >>> einsum_letters("...i,oi->...o", torch.zeros(2, 5, 3), torch.zeros(4, 3))
+    Contraction(left='BAi', right='oi', out='BAo')
+    """
+    inputs, arrow, out = equation.replace(" ", "").partition("->")
+    free = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in equation]
+    terms, widest = [], ""
+    for term, operand in zip(inputs.split(","), (left, right), strict=True):
+        dots = "".join(reversed(free[: operand.ndim - len(term.replace("...", ""))]))  # aligned on the right
+        widest = max(widest, dots, key=len)
+        terms.append(term.replace("...", dots))
+    if not arrow:
+        once = sorted(c for c in set(inputs) - set(".,") if inputs.count(c) == 1)
+        out = "..." + "".join(once)
+    out = out.replace("...", widest)
+    if any(len(set(term)) != len(term) for term in [*terms, out]):
+        return None
+    return Contraction(terms[0], terms[1], out)
+
+
+OPERANDS: dict[str, tuple[int, str, str]] = {
+    # where the first factor stands, and the keywords of the two
+    "matmul": (0, "input", "other"),
+    "mm": (0, "input", "mat2"),
+    "bmm": (0, "input", "mat2"),
+    "mv": (0, "input", "vec"),
+    "addmm": (1, "mat1", "mat2"),
+    "addmv": (1, "mat", "vec"),
+    "baddbmm": (1, "batch1", "batch2"),
+    "linear": (0, "input", "weight"),
+}
+
+
+def operands(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple[Contraction, Tensor, Tensor] | None:
+    """What the op called `name` multiplies: letters, left, right; None if it is no product of two tensors."""
+    if name == "einsum":
+        tensors = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
+        if len(tensors) != 2 or not isinstance(args[0], str):
+            return None
+        letters = einsum_letters(args[0], *tensors)
+        return None if letters is None else (letters, *tensors)
+    at, left_name, right_name = OPERANDS[name]
+    left, right = (args[i] if len(args) > i else kwargs[keyword] for i, keyword in ((at, left_name), (at + 1, right_name)))
+    letters_of: Callable[[Tensor, Tensor], Contraction] = linear_letters if name == "linear" else matmul_letters
+    return letters_of(left, right), left, right
+
+
+def in_order(t: Tensor, letters: str, order: str) -> Tensor:
+    """`t` with its dimensions in the given order of letters."""
+    return t.permute([letters.index(c) for c in order]) if letters != order else t
+
+
+def along(ids: Tensor, letters: str, target: str) -> Tensor:
+    """Ids of a tensor with dimensions `letters`, as ids of one with dimensions `target` (size 1 for what is new)."""
+    present = "".join(c for c in target if c in letters)
+    gone = "".join(c for c in letters if c not in target)
+    ids = in_order(ids, letters, present + gone)
+    sizes = dict(zip(present, ids.shape, strict=False))
+    return ids.reshape([sizes.get(c, 1) for c in target])

@@ -1,0 +1,1 @@
+"""Structures of per-sample gradients, each with its cheapest answers."""

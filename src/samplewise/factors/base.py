@@ -1,0 +1,109 @@
+"""What every factor answers, with a default for each answer built on `materialize`."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = 1 << 24
+"""Temporaries of queries are built for so many samples at once that they stay below this many elements (64 MiB in float32)."""
+
+
+def wide(t: Tensor) -> Tensor:
+    """`t` in the dtype that sums are accumulated in: float32 for half precision, otherwise its own."""
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+
+
+def square_sums(t: Tensor) -> Tensor:
+    """sum of |t|² over all but the first dimension, shape [B]."""
+    t = torch.view_as_real(t) if t.is_complex() else wide(t)
+    return t.square().flatten(1).sum(1) if t.ndim > 1 else t.square()
+
+
+class Factor(ABC):
+    """The gradients of one parameter for each of B samples, in a form that need not be built.
+
+    `shape` is the shape of one sample's gradient. A new factor writes `materialize`, `select` and `tensors`;
+    everything else has a default that it may override for speed.
+    """
+
+    num_samples: int
+    shape: tuple[int, ...]
+
+    @abstractmethod
+    def materialize(self) -> Tensor:
+        """G with G[b] the gradient of sample b, shape [B, *shape]."""
+
+    @abstractmethod
+    def select(self, samples: Tensor | slice) -> "Factor":
+        """The factor of these samples alone."""
+
+    @abstractmethod
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that the factor reads when it answers."""
+
+    def elements_per_sample(self) -> int:
+        """How many elements the largest temporary for one sample has."""
+        return max(1, torch.Size(self.shape).numel())
+
+    def chunks(self) -> Iterator[tuple[slice, "Factor"]]:
+        """The factor cut into runs of samples whose temporaries stay small."""
+        step = max(1, CHUNK_ELEMENTS // self.elements_per_sample())
+        if step >= self.num_samples:
+            yield slice(0, self.num_samples), self
+            return
+        for start in range(0, self.num_samples, step):
+            part = slice(start, min(start + step, self.num_samples))
+            yield part, self.select(part)
+
+    def sq_norms(self) -> Tensor:
+        """n with n[b] = sum |G[b]|², shape [B], in float32 or better."""
+        parts = [square_sums(part.materialize()) for _, part in self.chunks()]
+        return torch.cat(parts) if len(parts) != 1 else parts[0]
+
+    def weighted_sum(self, w_B: Tensor) -> Tensor:
+        """sum_b w[b] * G[b], shape [*shape]; w is real, in float32 or better."""
+        total = None
+        for samples, part in self.chunks():
+            G = wide(part.materialize())
+            term = torch.tensordot(w_B[samples].to(G.dtype), G, dims=1)
+            total = term if total is None else total + term
+        assert total is not None
+        return total
+
+    def dots(self, direction: Tensor) -> Tensor:
+        """d with d[b] = Re sum conj(direction) * G[b], shape [B], in float32 or better."""
+        parts = []
+        for _, part in self.chunks():
+            G = wide(part.materialize())
+            parts.append(_real(G.flatten(1) @ direction.to(G.dtype).conj().flatten()))
+        return torch.cat(parts)
+
+    def inner(self, other: "Factor") -> Tensor:
+        """d with d[b] = Re sum conj(G[b]) * H[b] for another factor H of the same samples, shape [B]."""
+        parts = []
+        for samples, part in self.chunks():
+            product = wide(part.materialize()).conj() * wide(other.select(samples).materialize())
+            parts.append(_real(product).flatten(1).sum(1))
+        return torch.cat(parts)
+
+    def joined(self, other: "Factor") -> "Factor | None":
+        """One factor of the same kind for G + H, or None if the two structures do not combine."""
+        return None
+
+    def arranged(self, sizes: tuple[int, ...], order: tuple[int, ...], shape: tuple[int, ...]) -> "Factor":
+        """The factor with each G[b] viewed as `sizes`, permuted to `order`, and viewed as `shape`."""
+        from samplewise.factors.dense import Dense
+
+        return Dense(arrange(self.materialize(), sizes, order, shape))
+
+
+def arrange(G: Tensor, sizes: tuple[int, ...], order: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    """Each G[b] viewed as `sizes`, permuted to `order`, viewed as `shape`."""
+    B = G.shape[0]
+    return G.reshape(B, *sizes).permute(0, *(d + 1 for d in order)).reshape(B, *shape)
+
+
+def _real(t: Tensor) -> Tensor:
+    return t.real if t.is_complex() else t

@@ -1,0 +1,34 @@
+"""Gradients that are already there as [B, *shape]: biases, norm scales, broadcasts."""
+
+import torch
+from torch import Tensor
+
+from samplewise.factors.base import Factor, wide
+
+
+class Dense(Factor):
+    """G itself.
+
+    >>> Dense(torch.tensor([[3.0, 4.0], [0.0, 1.0]])).sq_norms().tolist()
+    [25.0, 1.0]
+    """
+
+    def __init__(self, G: Tensor):
+        self.G = G
+        self.num_samples = G.shape[0]
+        self.shape = tuple(G.shape[1:])
+
+    def materialize(self) -> Tensor:
+        return self.G
+
+    def select(self, samples: Tensor | slice) -> "Dense":
+        return Dense(self.G[samples])
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.G,)
+
+    def weighted_sum(self, w_B: Tensor) -> Tensor:
+        return torch.tensordot(w_B.to(wide(self.G[:0]).dtype), wide(self.G), dims=1)
+
+    def joined(self, other: Factor) -> "Dense | None":
+        return Dense(wide(self.G) + wide(other.G)) if isinstance(other, Dense) else None

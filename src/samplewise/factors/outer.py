@@ -1,0 +1,113 @@
+"""Sums of outer products: the gradient of every weight that multiplies."""
+
+import torch
+from torch import Tensor
+
+from samplewise.factors.base import Factor, arrange, wide
+
+
+class Outer(Factor):
+    """G[b] = sum_t g[b,t] ⊗ conj(a[b,t]) for each group, viewed as the weight.
+
+    `a_BTGI` are the op's inputs, `g_BTGO` the gradients of its outputs, G groups that do not meet (1 for a linear layer).
+    The product [G, O, I] is viewed as `sizes`, permuted to `order` and viewed as `shape`, which is the weight's.
+
+    >>> a, g = torch.ones(1, 2, 3), torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])
+    >>> Outer.of_rows(a, g).materialize().tolist()
+    [[[4.0, 4.0, 4.0], [6.0, 6.0, 6.0]]]
+    """
+
+    def __init__(
+        self,
+        a_BTGI: Tensor,
+        g_BTGO: Tensor,
+        *,
+        sizes: tuple[int, ...],
+        order: tuple[int, ...],
+        shape: tuple[int, ...],
+    ):
+        self.a, self.g = a_BTGI.to(g_BTGO.dtype), g_BTGO
+        self.sizes, self.order, self.shape = sizes, order, shape
+        self.num_samples = a_BTGI.shape[0]
+
+    @classmethod
+    def of_rows(cls, a_BTI: Tensor, g_BTO: Tensor) -> "Outer":
+        """The factor of a weight [O, I]."""
+        shape = (g_BTO.shape[-1], a_BTI.shape[-1])
+        return cls(a_BTI.unsqueeze(2), g_BTO.unsqueeze(2), sizes=shape, order=(0, 1), shape=shape)
+
+    def materialize(self) -> Tensor:
+        return arrange(self._product(self.a, self.g), self.sizes, self.order, self.shape)
+
+    def select(self, samples: Tensor | slice) -> "Outer":
+        return self._with(self.a[samples], self.g[samples])
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.a, self.g
+
+    def elements_per_sample(self) -> int:
+        (_, T, G, I), O = self.a.shape, self.g.shape[-1]
+        return max(1, G * (2 * T * T if self._gram_is_cheaper() else O * I), T * G * max(I, O))
+
+    def sq_norms(self) -> Tensor:
+        if self.a.shape[1] == 1:  # one position: |g ⊗ a|² = |g|² |a|²
+            return (_squares(self.a) * _squares(self.g)).sum((1, 2))
+        route = self._gram_sq_norms if self._gram_is_cheaper() else self._direct_sq_norms
+        return torch.cat([route(wide(part.a), wide(part.g)) for _, part in self._factor_chunks()])
+
+    def weighted_sum(self, w_B: Tensor) -> Tensor:
+        g = self.g * w_B.to(wide(self.g[:0]).real.dtype).reshape(-1, 1, 1, 1)
+        product = torch.einsum("btgo,btgi->goi", g.to(self.g.dtype), self.a.conj())
+        return arrange(product.unsqueeze(0), self.sizes, self.order, self.shape)[0]
+
+    def dots(self, direction: Tensor) -> Tensor:
+        """sum_t <g_t, direction · a_t>: one product with the direction, no gradient built."""
+        if self.shape != self.sizes or self.order != (0, 1) or self.a.is_complex():
+            return super().dots(direction)
+        a, g = wide(self.a[:, :, 0]), wide(self.g[:, :, 0])
+        return (a @ direction.to(a.dtype).mT * g).sum((1, 2))
+
+    def joined(self, other: Factor) -> "Outer | None":
+        if not isinstance(other, Outer) or (other.sizes, other.order) != (self.sizes, self.order):
+            return None
+        if other.a.shape[2:] != self.a.shape[2:] or other.g.dtype != self.g.dtype:
+            return None
+        return self._with(torch.cat([self.a, other.a], 1), torch.cat([self.g, other.g], 1))
+
+    def arranged(self, sizes: tuple[int, ...], order: tuple[int, ...], shape: tuple[int, ...]) -> Factor:
+        trivial = self.order == tuple(range(len(self.order)))
+        if trivial and sizes == self.sizes:  # the views compose into one
+            return Outer(self.a, self.g, sizes=sizes, order=order, shape=shape)
+        return super().arranged(sizes, order, shape)
+
+    def _with(self, a: Tensor, g: Tensor) -> "Outer":
+        return Outer(a, g, sizes=self.sizes, order=self.order, shape=self.shape)
+
+    def _factor_chunks(self):
+        return ((samples, part) for samples, part in self.chunks() if isinstance(part, Outer))
+
+    def _gram_is_cheaper(self) -> bool:
+        # By FLOPs, per sample and group: two T×T Gram matrices against one O×I product.
+        (_, T, _, I), O = self.a.shape, self.g.shape[-1]
+        return T * (I + O) < I * O
+
+    @staticmethod
+    def _gram_sq_norms(a: Tensor, g: Tensor) -> Tensor:
+        """Re sum_{s,t} <a_t, a_s> conj<g_t, g_s>, for each sample and group."""
+        a, g = a.transpose(1, 2), g.transpose(1, 2)  # [B, G, T, ·]
+        grams = (a @ a.mH) * (g @ g.mH).conj()
+        return (grams.real if grams.is_complex() else grams).sum((1, 2, 3))
+
+    @classmethod
+    def _direct_sq_norms(cls, a: Tensor, g: Tensor) -> Tensor:
+        return _squares(cls._product(a, g)).sum((1, 2))
+
+    @staticmethod
+    def _product(a: Tensor, g: Tensor) -> Tensor:
+        """[B, G, O, I]"""
+        return g.permute(0, 2, 3, 1) @ a.conj().transpose(1, 2)
+
+
+def _squares(t: Tensor) -> Tensor:
+    """sum of |t|² over the last dimension, in float32 or better."""
+    return (torch.view_as_real(t).square().sum(-1) if t.is_complex() else wide(t).square()).sum(-1)

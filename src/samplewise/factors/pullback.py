@@ -1,0 +1,56 @@
+"""Gradients of a parameter that met the data only through a value computed from it (`g * v / v.norm()`, `pos[:T]`)."""
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from samplewise.factors.base import Factor
+
+
+class Pullback(Factor):
+    """G[b] = Jᵀ inner[b], with J the Jacobian of the derived value in the parameter.
+
+    `edge` is the derived value's place in the graph of the parameter-only ops, which ordinary autograd keeps.
+    """
+
+    def __init__(self, inner: Factor, edge: GradientEdge, parameter: Tensor, dtype: torch.dtype):
+        self.inner, self.edge, self.parameter, self.dtype = inner, edge, parameter, dtype
+        self.num_samples, self.shape = inner.num_samples, tuple(parameter.shape)
+
+    def materialize(self) -> Tensor:
+        if self.num_samples == 0:
+            return self.parameter.new_zeros(0, *self.shape)
+        inner = self.inner.materialize().to(self.dtype)
+        try:
+            return self._vjp(inner, batched=True)
+        except RuntimeError:  # an op without a batching rule: one sample at a time
+            return torch.stack([self._vjp(row, batched=False) for row in inner])
+
+    def select(self, samples: Tensor | slice) -> "Pullback":
+        return Pullback(self.inner.select(samples), self.edge, self.parameter, self.dtype)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.inner.tensors()
+
+    def elements_per_sample(self) -> int:
+        return max(super().elements_per_sample(), self.inner.elements_per_sample())
+
+    def weighted_sum(self, w_B: Tensor) -> Tensor:
+        """Jᵀ is linear, so the weighted sum is taken first and pulled back once."""
+        return self._vjp(self.inner.weighted_sum(w_B).to(self.dtype), batched=False)
+
+    def joined(self, other: Factor) -> "Pullback | None":
+        if not isinstance(other, Pullback) or other.edge != self.edge or other.parameter is not self.parameter:
+            return None
+        inner = self.inner.joined(other.inner)
+        return None if inner is None else Pullback(inner, self.edge, self.parameter, self.dtype)
+
+    def _vjp(self, cotangent: Tensor, *, batched: bool) -> Tensor:
+        (gradient,) = torch.autograd.grad(
+            self.edge,
+            self.parameter,
+            cotangent,
+            retain_graph=True,
+            is_grads_batched=batched,
+        )
+        return gradient

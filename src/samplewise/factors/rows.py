@@ -1,0 +1,70 @@
+"""Few rows of a big table: embeddings."""
+
+import torch
+from torch import Tensor
+
+from samplewise.factors.base import CHUNK_ELEMENTS, Factor, wide
+
+
+class Rows(Factor):
+    """G[b][v] = sum of g[b,t] over the positions t with ids[b,t] = v.
+
+    `ids_BT` name rows of a table [V, D], `g_BTD` are the gradients of what was looked up. Positions that must not count
+    (padding) come with g = 0.
+
+    >>> Rows(torch.tensor([[0, 2, 0]]), torch.tensor([[[1.0], [2.0], [3.0]]]), num_rows=4).sq_norms().tolist()
+    [20.0]
+    """
+
+    def __init__(self, ids_BT: Tensor, g_BTD: Tensor, *, num_rows: int):
+        self.ids, self.g = ids_BT.long(), g_BTD
+        self.num_samples = g_BTD.shape[0]
+        self.shape = (num_rows, g_BTD.shape[2])
+
+    def materialize(self) -> Tensor:
+        G = self.g.new_zeros(self.num_samples, *self.shape, dtype=wide(self.g[:0]).dtype)
+        return G.scatter_add_(1, self.ids.unsqueeze(2).expand(self.g.shape), wide(self.g))
+
+    def select(self, samples: Tensor | slice) -> "Rows":
+        return Rows(self.ids[samples], self.g[samples], num_rows=self.shape[0])
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.ids, self.g
+
+    def sq_norms(self) -> Tensor:
+        B = self.num_samples
+        sample = torch.arange(B, device=self.ids.device).unsqueeze(1)
+        # a row of a sample is one segment, however often the sample looks it up
+        segments, segment_of = torch.unique((self.ids + sample * self.shape[0]).flatten(), return_inverse=True)
+        sums = self.g.new_zeros(len(segments), self.shape[1], dtype=wide(self.g[:0]).dtype)
+        sums.index_add_(0, segment_of, wide(self.g).flatten(0, 1))
+        squares = (torch.view_as_real(sums).square().sum(-1) if sums.is_complex() else sums.square()).sum(1)
+        return squares.new_zeros(B).index_add_(0, segments // max(1, self.shape[0]), squares)
+
+    def weighted_sum(self, w_B: Tensor) -> Tensor:
+        g = wide(self.g)
+        g = g * w_B.to(g.real.dtype).reshape(-1, 1, 1)
+        return g.new_zeros(self.shape).index_add_(0, self.ids.flatten(), g.flatten(0, 1))
+
+    def inner(self, other: Factor) -> Tensor:
+        """With an Outer of the same table (a tied output head): Re sum_{s,t} conj<z_s[ids_t] ⊗ a_s, g_t>, no table built."""
+        from samplewise.factors.outer import Outer
+
+        table = (0, 1) if isinstance(other, Outer) and other.shape == other.sizes else None
+        if not isinstance(other, Outer) or other.order != table or other.a.shape[2] != 1:
+            return super().inner(other)
+        a, z = wide(other.a[:, :, 0]), other.g[:, :, 0]  # [B, S, D], [B, S, V]
+        out = []
+        step = max(1, CHUNK_ELEMENTS // max(1, z.shape[1] * self.ids.shape[1]))
+        for start in range(0, self.num_samples, step):
+            part = slice(start, start + step)
+            ids = self.ids[part].unsqueeze(1).expand(-1, z.shape[1], -1)
+            z_at_ids = wide(z[part].gather(2, ids))  # [B, S, T]
+            product = z_at_ids * (a[part].conj() @ wide(self.g[part]).conj().transpose(1, 2))
+            out.append((product.real if product.is_complex() else product).sum((1, 2)))
+        return torch.cat(out)
+
+    def joined(self, other: Factor) -> "Rows | None":
+        if not isinstance(other, Rows) or other.g.dtype != self.g.dtype:
+            return None
+        return Rows(torch.cat([self.ids, other.ids], 1), torch.cat([self.g, other.g], 1), num_rows=self.shape[0])

@@ -1,0 +1,55 @@
+"""Several uses of one parameter, joined: norms do not add over uses, so the uses are summed before any question."""
+
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from samplewise.factors.base import Factor
+
+
+class Total(Factor):
+    """G = sum of factors whose structures do not combine into one (a table looked up and multiplied with)."""
+
+    def __init__(self, parts: list[Factor]):
+        self.parts = parts
+        self.num_samples, self.shape = parts[0].num_samples, parts[0].shape
+
+    def materialize(self) -> Tensor:
+        return reduce(torch.add, (part.materialize() for part in self.parts))
+
+    def select(self, samples: Tensor | slice) -> "Total":
+        return Total([part.select(samples) for part in self.parts])
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(t for part in self.parts for t in part.tensors())
+
+    def elements_per_sample(self) -> int:
+        return max(part.elements_per_sample() for part in self.parts)
+
+    def sq_norms(self) -> Tensor:
+        """sum_i |G_i|² + 2 sum_{i<j} <G_i, G_j>."""
+        total = reduce(torch.add, (part.sq_norms() for part in self.parts))
+        for j, later in enumerate(self.parts):
+            for earlier in self.parts[:j]:
+                total = total + 2 * earlier.inner(later)
+        return total.clamp(min=0)  # uses that cancel may round to a hair below zero
+
+    def weighted_sum(self, w_B: Tensor) -> Tensor:
+        return reduce(torch.add, (part.weighted_sum(w_B) for part in self.parts))
+
+
+def join(factors: list[Factor]) -> Factor:
+    """One factor for the sum of all: those of one structure combine, the rest stand side by side in a `Total`."""
+    kinds: list[Factor] = []
+    for factor in factors:
+        for i, kind in enumerate(kinds):
+            together = kind.joined(factor)
+            if together is not None:
+                kinds[i] = together
+                break
+        else:
+            kinds.append(factor)
+    # Rows first: it knows its product with a tied head without building the table
+    kinds.sort(key=lambda factor: type(factor).__name__, reverse=True)
+    return kinds[0] if len(kinds) == 1 else Total(kinds)

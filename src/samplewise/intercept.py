@@ -1,0 +1,320 @@
+"""Sees each op; where a weight meets data, the op's rule runs in place of the op."""
+
+import types
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+import samplewise.ops  # noqa: F401  (registers the rules)
+from samplewise.errors import SamplesMixError, UnattributedError
+from samplewise.factors.base import Factor
+from samplewise.factors.dense import Dense
+from samplewise.flow import ELEMENTWISE, Call, Several, flow, op_name
+from samplewise.ops.foreign import FOREIGN, ExpandedWeight
+from samplewise.ops.generic import GenericFactor, generic
+from samplewise.ops.pointwise import pointwise
+from samplewise.ops.registry import RULES, FactorOf, Meeting
+from samplewise.samples import Layout, Lost, Mark, Marks, Mixed
+from samplewise.weights import Pull, Weight, Weights
+
+OPAQUE = set(
+    "array backward_hooks base contains data_ptr deepcopy device dim dtype element_size format get_device grad grad_fn "
+    "has_names hash is_complex is_contiguous is_cpu is_cuda is_floating_point is_inference is_leaf is_meta is_mkldnn is_mps "
+    "is_nested is_quantized is_same_size is_set_to is_signed is_sparse is_view is_xla is_xpu item itemsize layout len names "
+    "nbytes ndim nelement numel numpy output_nr reduce_ex register_hook register_post_accumulate_grad_hook repr "
+    "requires_grad retain_grad shape size storage_offset stride tolist untyped_storage version".split()
+)
+"""Questions about a tensor that give no tensor of values: answered as they are."""
+
+Targets = list[tuple[str, Pull]]
+
+
+class Recorder(Protocol):
+    """What receives the factors, as `capture.Capture` does."""
+
+    weights: Weights
+    marks: Marks
+    loss_reduction: str
+    anchor: Tensor
+    """A leaf that every tap and gate hangs on, so that results need a gradient although the weights under them do not."""
+    anchor_node: Any
+
+    def deliver(self, targets: Targets, factor: Factor) -> None: ...
+    def check_losses(self, losses: list[tuple[Tensor, Mark]]) -> None: ...
+
+
+class Tap(torch.autograd.Function):
+    """The identity, which hands the gradient of an op's result to the uses of the op's weights.
+
+    What the uses keep goes through autograd, so that changes in place are noticed, hooks see it and it is freed. The
+    result aliases y and shares its version counter, so that an op which keeps its own result notices later changes too.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        y: Tensor,
+        anchor: Tensor,
+        recorder: Recorder,
+        uses: list[tuple[Targets, FactorOf, list[int]]],
+        *kept: Tensor,
+    ) -> Tensor:
+        ctx.recorder, ctx.uses, ctx.num_kept = recorder, uses, len(kept)
+        ctx.save_for_backward(anchor, *kept)
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+        with torch._C.DisableTorchFunction():
+            kept = [t.detach() for t in ctx.saved_tensors[1:]]
+            if is_wanted(ctx.recorder):
+                for targets, factor_of, places in ctx.uses:
+                    ctx.recorder.deliver(targets, factor_of(g, *(kept[i] for i in places)))
+        return g, *[None] * (3 + ctx.num_kept)
+
+
+class Gate(torch.autograd.Function):
+    """A weight spread to the shape of an elementwise op's result; its gradient becomes the factor."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, spread: Tensor, anchor: Tensor, recorder: Recorder, targets: Targets, factor_of: FactorOf
+    ) -> Tensor:
+        ctx.recorder, ctx.targets, ctx.factor_of = recorder, targets, factor_of
+        ctx.save_for_backward(anchor)
+        return spread.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+        with torch._C.DisableTorchFunction():
+            _ = ctx.saved_tensors  # raises in a second backward
+            if is_wanted(ctx.recorder):
+                ctx.recorder.deliver(ctx.targets, ctx.factor_of(g))
+        return (None,) * 5
+
+
+def is_wanted(recorder: Recorder) -> bool:
+    """Whether this backward is one that would fill `.grad`, and not `autograd.grad` for something else."""
+    if not torch._C._will_engine_execute_node(recorder.anchor_node):
+        return False
+    if torch.is_grad_enabled():
+        raise UnattributedError(
+            "backward(create_graph=True) met a captured model: gradients of gradients have parts of their own that are not "
+            "seen here. Take the second derivative outside of the capture."
+        )
+    return True
+
+
+class Intercept(TorchFunctionMode):
+    """Watches the ops of this thread while it is entered.
+
+    Parameters stay what they are and are known by identity, so nothing is replaced in the model and nothing needs to be
+    put back.
+    """
+
+    def __init__(self, recorder: Recorder):
+        super().__init__()
+        self.recorder = recorder
+        self.marks, self.weights = recorder.marks, recorder.weights
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = op_name(func)
+        if name in OPAQUE:
+            return func(*args, **kwargs)
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        data: list[tuple[Tensor, Mark]] = []
+        weights: list[tuple[Tensor, Weight]] = []
+        for t in tensors:
+            if (mark := self.marks.get(t)) is not None:
+                data.append((t, mark))
+            elif (weight := self.weights.get(t)) is not None:
+                weights.append((t, weight))
+        if func is torch.autograd.backward:
+            self.recorder.check_losses(data)
+        if not data and not weights:
+            return func(*args, **kwargs)
+
+        meets = bool(data and weights) and torch.is_grad_enabled()
+        if meets and func in FOREIGN:
+            return self._foreign(func, name, args, kwargs, data, weights)
+        if not (meets and func in RULES) and (inside := without_override(func)) is not None:
+            with self:
+                return inside(*args, **kwargs)
+        if meets:
+            return self._meet(func, name, args, kwargs, data, weights)
+        out = func(*args, **kwargs)
+        if data:
+            self._mark(Call(name, func, args, kwargs, out, data))
+        else:
+            for t in tree_leaves(out):
+                if isinstance(t, Tensor):
+                    self.weights.derive(t, weights, name)
+        return out
+
+    def _meet(
+        self, func: Callable, name: str, args: tuple, kwargs: dict, data: list[tuple[Tensor, Mark]], weights: list
+    ) -> Any:
+        """Runs the op by its rule and taps its result."""
+        layouts = self._layouts(name, data, weights)
+        by_identity = {id(t): layout for t, layout in layouts}
+        weight_ids = {id(t) for t, _ in weights}
+        meeting = Meeting(
+            name,
+            func,
+            args,
+            kwargs,
+            layout_of=lambda t: by_identity.get(id(t)),
+            is_weight=lambda t: id(t) in weight_ids,
+            gate=self._gate,
+        )
+        y = NotImplemented
+        if func in RULES:
+            y = RULES[func](meeting, *args, **kwargs)
+        if y is NotImplemented and name in ELEMENTWISE:
+            y = pointwise(meeting)
+        if y is NotImplemented:
+            meeting.uses.clear()
+            if is_in_place(func):
+                raise UnattributedError(
+                    f"{describe(weights)} is written by {name} into a tensor in place, which samplewise cannot follow. "
+                    "Write the op out of place (torch.cat, torch.where, x + w)."
+                )
+            y = generic(meeting)
+        call = Call(name, func, args, kwargs, y, data)
+        mark = flow(call)
+        if not isinstance(mark, Layout):
+            self._refuse(name, mark, weights)
+        if meeting.uses:
+            for use in meeting.uses:
+                if isinstance(use.factor_of, GenericFactor):
+                    use.factor_of.result_layout = mark
+            y = self._tap(y, meeting)
+        self.marks.set(y, mark)
+        return y
+
+    def _tap(self, y: Tensor, meeting: Meeting) -> Tensor:
+        kept: list[Tensor] = []
+        uses = []
+        for use in meeting.uses:
+            places = []
+            for t in use.keep:
+                place = next((i for i, other in enumerate(kept) if other is t), len(kept))
+                if place == len(kept):
+                    kept.append(t)
+                places.append(place)
+            uses.append((self.weights.targets(use.weight), use.factor_of, places))
+        return Tap.apply(y, self.recorder.anchor, self.recorder, uses, *kept)  # type: ignore[return-value]
+
+    def _gate(self, weight: Tensor, spread: Tensor, factor_of: FactorOf) -> Tensor:
+        targets = self.weights.targets(weight)
+        return Gate.apply(spread, self.recorder.anchor, self.recorder, targets, factor_of)  # type: ignore[return-value]
+
+    def _foreign(
+        self, func: Callable, name: str, args: tuple, kwargs: dict, data: list[tuple[Tensor, Mark]], weights: list
+    ) -> Any:
+        """Runs the op by a rule of torch's registry, which gets the weights as ExpandedWeights."""
+        (_, layout), *_ = self._layouts(name, data, weights)
+        axis = layout.fold(0).axis
+        if axis not in (0, 1):
+            raise UnattributedError(
+                f"{name} has a rule from the ExpandedWeights registry, which knows samples along dimension 0 or 1 alone, and "
+                f"met {layout} with {describe(weights)}. Remove that rule, or call the op on [B, ...]."
+            )
+        expanded: dict[int, ExpandedWeight] = {}
+        for t, _ in weights:
+            weight = ExpandedWeight(t, layout.num_samples, self.recorder.loss_reduction)
+            weight.batch_first = axis == 0
+            weight.deliver = self._deliver_dense(self.weights.targets(t))
+            expanded[id(t)] = weight
+        values = [expanded.get(id(a), a) for a in (*args, *kwargs.values())]
+        y = FOREIGN[func].apply(tuple(kwargs), func, *values)
+        self._mark(Call(name, func, args, kwargs, y, data))
+        return y
+
+    def _deliver_dense(self, targets: Targets) -> Callable[[Tensor], None]:
+        def deliver(G: Tensor) -> None:
+            if is_wanted(self.recorder):
+                self.recorder.deliver(targets, Dense(G))
+
+        return deliver
+
+    def _mark(self, call: Call) -> None:
+        """Marks the results of an op on data."""
+        results = [t for t in tree_leaves(call.out) if isinstance(t, Tensor)]
+        if call.name == "setitem":
+            self._mark_written(call)
+        if not results:
+            return
+        call.out = results[0]
+        mark = flow(call)
+        for i, t in enumerate(results):
+            each = mark[i] if isinstance(mark, Several) else mark
+            if each is not None:
+                self.marks.set(t, each)
+
+    def _mark_written(self, call: Call) -> None:
+        """x[index] = data: x keeps its samples if it has some; what was a constant is no longer known."""
+        written = call.args[0]
+        if self.marks.get(written) is None:
+            self.marks.set(written, Lost("x[index] = ..."))
+
+    def _layouts(self, name: str, data: list[tuple[Tensor, Mark]], weights: list) -> list[tuple[Tensor, Layout]]:
+        layouts = [(t, mark) for t, mark in data if isinstance(mark, Layout)]
+        if len(layouts) != len(data):
+            self._refuse(name, next(mark for _, mark in data if not isinstance(mark, Layout)), weights)
+        return layouts
+
+    def _refuse(self, name: str, mark: Mark | None, weights: list) -> None:
+        names = sorted(frozenset().union(*(weight.roots for _, weight in weights)))
+        leave_out = f"leave the parameter out: capture(model, exclude={names})"
+        if isinstance(mark, Mixed) and mark.linear:
+            raise SamplesMixError(
+                f"{name} uses {describe(weights)} together with a sum over samples (made by {mark.op}). Such a term, "
+                f"weight decay for one, belongs to no sample. Either add it outside of the capture, or {leave_out}."
+            )
+        if isinstance(mark, Mixed):
+            raise SamplesMixError(
+                f"{name} uses {describe(weights)} on values in which {mark.op} mixed the samples of the batch (a BatchNorm "
+                "in training mode? a statistic over the batch?). Per-sample gradients do not exist for it. Either take the "
+                f"mixing out (put the layer in eval mode), or {leave_out}."
+            )
+        op = mark.op if isinstance(mark, Lost) else name
+        raise UnattributedError(
+            f"{name} uses {describe(weights)} on the result of {op}, of which samplewise does not know where its samples "
+            f"lie. Either tell it, grads.mark(tensor, batch_dim=...), or {leave_out}."
+        )
+
+
+def describe(weights: list[tuple[Tensor, Weight]]) -> str:
+    """The parameters behind the weights of a call, by name and shape."""
+    names = sorted(frozenset().union(*(weight.roots for _, weight in weights)))
+    shapes = ", ".join(str(tuple(t.shape)) for t, _ in weights)
+    return f"parameter{'s' if len(names) > 1 else ''} {', '.join(map(repr, names))} {shapes}"
+
+
+def is_in_place(func: Callable) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
+@cache
+def without_override(func: Callable) -> Callable | None:
+    """A Python function of torch that asks for overrides first, without that question; None for any other function.
+
+    So the ops inside `F.multi_head_attention_forward` are seen one by one, and only the innermost need to be known.
+    """
+    if not isinstance(func, types.FunctionType):
+        return None
+    questions = [n for n in func.__code__.co_names if n.startswith("has_torch_function")]
+    if not questions:
+        return None
+    answered = {**func.__globals__, **dict.fromkeys(questions, lambda *_: False)}
+    inside = types.FunctionType(func.__code__, answered, func.__name__, func.__defaults__, func.__closure__)
+    inside.__kwdefaults__ = func.__kwdefaults__
+    return inside

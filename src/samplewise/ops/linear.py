@@ -1,0 +1,124 @@
+"""Linear layers, matrix products and einsum: weights that multiply."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from samplewise.contraction import Contraction, along, in_order, operands
+from samplewise.factors.dense import Dense
+from samplewise.factors.outer import Outer
+from samplewise.ops.pointwise import spread_sum
+from samplewise.ops.registry import Meeting, rule
+from samplewise.samples import Layout
+
+
+@rule(F.linear)
+def linear(meeting: Meeting, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """y = x @ weight.T + bias, so weight gets g ⊗ x and bias gets g."""
+    if not meeting.is_data(input) or meeting.is_data(weight) or meeting.is_data(bias) or weight.ndim != 2:
+        return NotImplemented
+    rows = meeting.rows(input, features=1)
+    if rows is None:
+        return NotImplemented
+    meeting.use(weight, lambda g, x: Outer.of_rows(rows(x), rows(g)), keep=(input,))
+    meeting.use(bias, lambda g: Dense(rows(g).sum(1)))
+    return F.linear(input, meeting.plain(weight), meeting.plain(bias))
+
+
+@rule(
+    torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__,
+    torch.mm, torch.Tensor.mm, torch.bmm, torch.Tensor.bmm, torch.mv, torch.Tensor.mv, torch.einsum,
+)  # fmt: skip
+def product(meeting: Meeting, *args: Any, **kwargs: Any) -> Any:
+    """y = x · w over the letters they share, so w gets g ⊗ x over the letters they do not."""
+    if not _use_product(meeting, *args, **kwargs):
+        return NotImplemented
+    return meeting.func(*map(_plain_in(meeting), args), **{k: meeting.plain(v) for k, v in kwargs.items()})
+
+
+@rule(torch.addmm, torch.Tensor.addmm, torch.baddbmm, torch.Tensor.baddbmm, torch.addmv, torch.Tensor.addmv)
+def added_product(meeting: Meeting, input: Tensor, *args: Any, beta: Any = 1, alpha: Any = 1, **kwargs: Any) -> Any:
+    """y = beta·input + alpha·x @ w, so input gets beta·g and w gets alpha·g ⊗ x."""
+    if beta == 0 and meeting.is_weight(input):
+        return NotImplemented
+    factors = operands(meeting.name, (input, *args), kwargs)
+    if factors is None:
+        return NotImplemented
+    letters, left, right = factors
+    if meeting.is_weight(left) or meeting.is_weight(right):
+        if not _use_product(meeting, input, *args, scale=alpha, **kwargs):
+            return NotImplemented
+    data = left if meeting.is_data(left) else right
+    term = letters.left if data is left else letters.right
+    if meeting.is_weight(input):
+        if meeting.is_data(left) and meeting.is_data(right):
+            return NotImplemented
+        ids = along(meeting.layout(data).ids, term, letters.out)
+        layout = Layout(ids, meeting.layout(data).num_samples)
+        meeting.use(input, lambda g: spread_sum(g * beta if beta != 1 else g, layout, tuple(input.shape)))
+    plain = [meeting.plain(a) for a in (input, *args)]
+    return meeting.func(*plain, beta=beta, alpha=alpha, **{k: meeting.plain(v) for k, v in kwargs.items()})
+
+
+def _plain_in(meeting: Meeting):
+    return lambda a: type(a)(map(meeting.plain, a)) if isinstance(a, list | tuple) else meeting.plain(a)
+
+
+def _use_product(meeting: Meeting, *args: Any, scale: Any = 1, **kwargs: Any) -> bool:
+    """Records the use of the weight in a product of one weight and one tensor of data; False if it is something else."""
+    factors = operands(meeting.name, args, kwargs)
+    if factors is None:
+        return False
+    letters, left, right = factors
+    if meeting.is_weight(right) and meeting.is_data(left):
+        x, w, x_term, w_term = left, right, letters.left, letters.right
+    elif meeting.is_weight(left) and meeting.is_data(right):
+        x, w, x_term, w_term = right, left, letters.right, letters.left
+    else:
+        return False
+    outer_of = _outer_of(letters, x, w, x_term, w_term, meeting.layout(x))
+    if outer_of is None:
+        return False
+    meeting.use(w, lambda g, x: outer_of(x, g * scale if scale != 1 else g), keep=(x,))
+    return True
+
+
+def _outer_of(letters: Contraction, x: Tensor, w: Tensor, x_term: str, w_term: str, layout: Layout):
+    """(x, g) → Outer, or None where the product has no such form.
+
+    Letters of w are groups (in x and y too), inputs (in x alone) or outputs (in y alone); the other letters of x are
+    positions, samples among them.
+    """
+    sizes = dict(zip(w_term, w.shape, strict=True))
+    x_sizes = dict(zip(x_term, x.shape, strict=True))
+    if any(sizes[c] != x_sizes.get(c, sizes[c]) for c in w_term):  # broadcast against each other
+        return None
+    groups = [c for c in w_term if c in x_term and c in letters.out]
+    inputs = [c for c in w_term if c in x_term and c not in letters.out]
+    outputs = [c for c in w_term if c not in x_term and c in letters.out]
+    positions = [c for c in x_term if c not in w_term]
+    if len(groups) + len(inputs) + len(outputs) != len(w_term) or any(c not in letters.out for c in positions):
+        return None
+    if any(x_term[d] not in positions for d in layout.dims):
+        return None
+    rows = Layout(along(layout.ids, x_term, "".join(positions)), layout.num_samples).fold(0)
+    extents = [math.prod(sizes[c] for c in part) for part in (groups, inputs, outputs)]
+    num_groups, num_inputs, num_outputs = extents
+    ordered = groups + outputs + inputs
+
+    def outer(x: Tensor, g: Tensor) -> Outer:
+        a = in_order(x, x_term, "".join(positions + groups + inputs))
+        g = in_order(g, letters.out, "".join(positions + groups + outputs))
+        lead = a.shape[: len(positions)]
+        return Outer(
+            rows(a.reshape(*lead, num_groups, num_inputs)),
+            rows(g.reshape(*lead, num_groups, num_outputs)),
+            sizes=tuple(sizes[c] for c in ordered),
+            order=tuple(ordered.index(c) for c in w_term),
+            shape=tuple(w.shape),
+        )
+
+    return outer

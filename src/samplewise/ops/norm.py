@@ -1,0 +1,135 @@
+"""Normalisation layers: scales and shifts of normalised input."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from samplewise.factors.base import wide
+from samplewise.factors.dense import Dense
+from samplewise.ops.registry import Meeting, rule
+from samplewise.samples import Fold
+
+
+def _one_data_input(meeting: Meeting, input: Tensor, *others: Any) -> bool:
+    return meeting.is_data(input) and not any(meeting.is_data(t) for t in others)
+
+
+@rule(F.layer_norm)
+def layer_norm(
+    meeting: Meeting,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Any:
+    """y = x̂ · weight + bias with x̂ = (x - mean) · rstd, so weight gets x̂ · g and bias gets g."""
+    features = len(normalized_shape)
+    rows = meeting.rows(input, features=features) if _one_data_input(meeting, input, weight, bias) else None
+    if rows is None:
+        return NotImplemented
+    y, mean, rstd = torch.native_layer_norm(input, list(normalized_shape), meeting.plain(weight), meeting.plain(bias), eps)
+
+    def scale(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Dense:
+        return Dense(rows((wide(x) - mean) * rstd * wide(g)).sum(1))
+
+    meeting.use(weight, scale, keep=(input, mean, rstd))
+    meeting.use(bias, lambda g: Dense(rows(wide(g)).sum(1)))
+    return y
+
+
+@rule(F.group_norm)
+def group_norm(
+    meeting: Meeting,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Any:
+    """y = x̂ · weight + bias with x̂ normalised over each group of channels: weight gets x̂ · g, bias gets g."""
+    images = meeting.rows(input, features=input.ndim - 1) if _one_data_input(meeting, input, weight, bias) else None
+    if images is None:
+        return NotImplemented
+    if input.shape[1] % num_groups or not input.numel():
+        return NotImplemented  # torch's own words for it
+    y, mean, rstd = torch.native_group_norm(
+        input.contiguous(),
+        meeting.plain(weight),
+        meeting.plain(bias),
+        input.shape[0],
+        input.shape[1],
+        math.prod(input.shape[2:]),
+        num_groups,
+        eps,
+    )
+
+    def scale(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Dense:
+        grouped = wide(x).reshape(x.shape[0], num_groups, -1)
+        normalised = ((grouped - mean.unsqueeze(2)) * rstd.unsqueeze(2)).reshape(x.shape)
+        return per_channel(normalised * wide(g), images)
+
+    meeting.use(weight, scale, keep=(input, mean.detach(), rstd.detach()))
+    meeting.use(bias, lambda g: per_channel(wide(g), images))
+    return y
+
+
+@rule(F.instance_norm)
+def instance_norm(
+    meeting: Meeting,
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """y = x̂ · weight + bias with x̂ normalised over each channel of each image, or by running statistics."""
+    images = meeting.rows(input, features=input.ndim - 1) if _one_data_input(meeting, input, weight, bias) else None
+    if images is None or not input.numel() or input.ndim < 3:
+        return NotImplemented
+    meeting.use(bias, lambda g: per_channel(wide(g), images))
+    if not use_input_stats:
+
+        def scale_by_running(g: Tensor, x: Tensor, mean: Tensor, var: Tensor) -> Dense:
+            shape = (1, -1, *[1] * (x.ndim - 2))
+            normalised = (wide(x) - mean.reshape(shape)) * (var.reshape(shape) + eps).rsqrt()
+            return per_channel(normalised * wide(g), images)
+
+        assert running_mean is not None and running_var is not None
+        meeting.use(weight, scale_by_running, keep=(input, running_mean, running_var))
+        return F.instance_norm(
+            input, running_mean, running_var, meeting.plain(weight), meeting.plain(bias), False, momentum, eps
+        )
+
+    # An instance norm is a batch norm of the N·C channels of one wide image; asked for that way, it hands out its
+    # mean and rstd.
+    N, C = input.shape[:2]
+
+    def repeated(t: Any) -> Any:
+        return None if t is None else meeting.plain(t).repeat(N)
+
+    running = (repeated(running_mean), repeated(running_var))
+    y, mean, rstd = torch.native_batch_norm(
+        input.reshape(1, N * C, *input.shape[2:]), repeated(weight), repeated(bias), *running, True, momentum, eps
+    )
+    for statistic, spread in zip((running_mean, running_var), running, strict=True):
+        if statistic is not None:
+            statistic.copy_(spread.reshape(N, C).mean(0))
+
+    def scale(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Dense:
+        shape = (N, C, *[1] * (x.ndim - 2))
+        return per_channel((wide(x) - mean.reshape(shape)) * rstd.reshape(shape) * wide(g), images)
+
+    meeting.use(weight, scale, keep=(input, mean.detach(), rstd.detach()))
+    return y.reshape(input.shape)
+
+
+def per_channel(t: Tensor, images: Fold) -> Dense:
+    """t [N, C, *spatial] summed over space and over the images of a sample."""
+    return Dense(images(t.flatten(2).sum(2)).sum(1))

@@ -1,0 +1,95 @@
+"""Direct use of a parameter in broadcasting arithmetic, and beside data in `torch.cat`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samplewise.factors.base import wide
+from samplewise.factors.dense import Dense
+from samplewise.flow import aligned
+from samplewise.ops.registry import Meeting, rule
+from samplewise.samples import Layout
+
+
+def pointwise(meeting: Meeting) -> Any:
+    """y = f(x, w) element by element: w is spread to y's shape, autograd gives the spread gradient, samples keep theirs.
+
+    So one rule serves `x + pos`, `x * gamma`, `where`, `lerp`, `maximum` and every other elementwise op.
+    """
+    tensors = [a for a in (*meeting.args, *meeting.kwargs.values()) if isinstance(a, Tensor)]
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    layout = common_layout(meeting, tensors, len(shape))
+    if layout is None:
+        return NotImplemented
+
+    def gated(a: Any) -> Any:
+        if not meeting.is_weight(a):
+            return a
+        source = unspread(a)
+        spread = source.detach().expand(shape)
+        return meeting.gate(source, spread, lambda g: spread_sum(g, layout, tuple(source.shape)))
+
+    return meeting.func(*map(gated, meeting.args), **{k: gated(v) for k, v in meeting.kwargs.items()})
+
+
+@rule(torch.cat, torch.concat, torch.concatenate, torch.stack)
+def concatenated(meeting: Meeting, tensors: list[Tensor], dim: int = 0, **kwargs: Any) -> Any:
+    """Each weight among the tensors gets its own stretch of g."""
+    dim = kwargs.pop("axis", dim)
+    new_dim = meeting.name == "stack"
+    layout = common_layout(meeting, list(tensors), tensors[0].ndim)
+    if layout is None or kwargs or (not new_dim and (dim % tensors[0].ndim) in layout.dims):
+        return NotImplemented
+
+    def gated(t: Tensor) -> Tensor:
+        if not meeting.is_weight(t):
+            return t
+        source = unspread(t)
+        spread = source.detach().expand(t.shape)
+        return meeting.gate(source, spread, lambda g: spread_sum(g, layout, tuple(source.shape)))
+
+    return meeting.func([gated(t) for t in tensors], dim)
+
+
+def common_layout(meeting: Meeting, tensors: list[Tensor], ndim: int) -> Layout | None:
+    """The layout in which all data among the tensors agree once broadcast to `ndim` dimensions."""
+    layouts = [meeting.layout(t) for t in tensors if meeting.is_data(t)]
+    ids = aligned(layouts[0].ids, ndim)
+    for layout in layouts[1:]:
+        left, right = torch.broadcast_tensors(ids, aligned(layout.ids, ndim))
+        if not torch.equal(left, right):
+            return None
+        ids = left
+    return Layout(ids, layouts[0].num_samples)
+
+
+def unspread(weight: Tensor) -> Tensor:
+    """`weight` without what `expand` repeated: dimensions of stride 0 cut to size 1, so that a class token [B, 1, D]
+    counts as the [1, 1, D] that it is.
+    """
+    for d, (size, stride) in enumerate(zip(weight.shape, weight.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            weight = weight.narrow(d, 0, 1)
+    return weight
+
+
+def spread_sum(g: Tensor, layout: Layout, shape: tuple[int, ...]) -> Dense:
+    """G[b] = the elements of g that belong to sample b, summed down to `shape`, to which g was broadcast from.
+
+    g has the shape of the result; in the ordinary case samples lie along dimensions in which the weight has size 1.
+    """
+    own = [False] * (g.ndim - len(shape)) + [size != 1 for size in shape]  # dimensions that the weight really has
+    kept = [d for d in range(g.ndim) if own[d]]
+    B = layout.num_samples
+    if not any(own[d] for d in layout.dims):
+        lead = [d for d in range(g.ndim) if not own[d]]
+        ids = layout.ids.permute(lead + kept).reshape([layout.ids.shape[d] for d in lead])
+        rows = Layout(ids, B).fold(0)
+        return Dense(wide(rows(g.permute(lead + kept))).sum(1).reshape(B, *shape))
+    # the weight itself has a dimension along which samples change: each sample sees its own stretch of it
+    ids = layout.ids.to(g.device)
+    mine = (ids == torch.arange(B, device=g.device).reshape(-1, *[1] * g.ndim)).expand(B, *g.shape)
+    G = torch.where(mine, wide(g), 0)
+    dropped = [d + 1 for d in range(g.ndim) if not own[d]]
+    return Dense((G.sum(dropped) if dropped else G).reshape(B, *shape))

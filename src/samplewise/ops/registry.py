@@ -1,0 +1,81 @@
+"""Rules: for an op in which a parameter meets data, how the gradient of its result becomes factors."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from samplewise.factors.base import Factor
+from samplewise.samples import Fold, Layout
+
+FactorOf = Callable[..., Factor]
+"""(g, *kept) → the factor of one weight; g is the gradient that backward brings."""
+
+
+@dataclass
+class Use:
+    """One op call meeting one weight."""
+
+    weight: Tensor
+    factor_of: FactorOf
+    keep: tuple[Tensor, ...] = ()
+
+
+@dataclass
+class Meeting:
+    """One op call in which weights meet data, as its rule sees it.
+
+    The rule runs the op on `plain` weights, which need no gradient, and says with `use` what each weight gets from the
+    gradient of the result. Where a rule would rather have the gradient of the weight itself, spread out to the shape of
+    the result, it runs the op on a `gate`.
+    """
+
+    name: str
+    func: Callable
+    args: tuple
+    kwargs: dict[str, Any]
+    layout_of: Callable[[Tensor], Layout | None]
+    """The samples of an argument; None if it does not depend on the batch."""
+    is_weight: Callable[[Any], bool]
+    gate: Callable[[Tensor, Tensor, FactorOf], Tensor]
+    """gate(weight, spread, factor_of): `spread` again, handing the gradient that it gets to `factor_of`."""
+    uses: list[Use] = field(default_factory=list)
+
+    def plain(self, t: Any) -> Any:
+        """`t`, without gradient if it is a weight."""
+        return t.detach() if self.is_weight(t) else t
+
+    def is_data(self, t: Any) -> bool:
+        return isinstance(t, Tensor) and self.layout_of(t) is not None
+
+    def layout(self, t: Tensor) -> Layout:
+        layout = self.layout_of(t)
+        assert layout is not None
+        return layout
+
+    def rows(self, t: Tensor, *, features: int) -> Fold | None:
+        """How `t` folds into [B, T, *features]; None if samples change along a feature."""
+        layout = self.layout(t)
+        return None if any(d >= t.ndim - features for d in layout.dims) else layout.fold(features)
+
+    def use(self, weight: Any, factor_of: FactorOf, *, keep: tuple[Tensor, ...] = ()) -> None:
+        """`weight` gets `factor_of(g, *keep)`; nothing happens if it is not a weight (frozen, absent)."""
+        if self.is_weight(weight):
+            self.uses.append(Use(weight, factor_of, keep))
+
+
+Rule = Callable[..., Any]
+RULES: dict[Callable, Rule] = {}
+
+
+def rule(*funcs: Callable) -> Callable[[Rule], Rule]:
+    """Registers a rule for these functions: called as `rule(meeting, *args, **kwargs)`, it returns the op's result, or
+    NotImplemented to leave the call to the generic rule.
+    """
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(funcs, function))
+        return function
+
+    return register

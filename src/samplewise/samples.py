@@ -1,0 +1,146 @@
+"""Which sample each element of a tensor belongs to."""
+
+import weakref
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+NO_SAMPLE = -1
+"""The id of elements that belong to no sample (rows of a constant in a `torch.cat` with data)."""
+
+
+class Layout:
+    """The sample of every element: `ids` broadcasts against the tensor that it describes.
+
+    `ids` is a small int64 tensor on the CPU with as many dimensions as the tensor; a dimension is either as long as the
+    tensor's or 1. Leading batch: `[B, 1, 1]`. Batch second: `[1, B, 1]`. Folded (B·T) rows: `[B·T, 1]`.
+
+    >>> Layout.along(0, ndim=2, num_samples=3).ids.tolist()
+    [[0], [1], [2]]
+    """
+
+    __slots__ = ("__dict__", "ids", "num_samples")
+
+    def __init__(self, ids: Tensor, num_samples: int):
+        self.ids = ids
+        self.num_samples = num_samples
+
+    @classmethod
+    def along(cls, dim: int, *, ndim: int, num_samples: int) -> "Layout":
+        shape = [1] * ndim
+        shape[dim] = num_samples
+        return cls(torch.arange(num_samples).reshape(shape), num_samples)
+
+    def __repr__(self) -> str:
+        return f"Layout({'x'.join(map(str, self.ids.shape))} ids of {self.num_samples} samples)"
+
+    @cached_property
+    def dims(self) -> tuple[int, ...]:
+        """The dimensions along which the sample changes."""
+        return tuple(d for d, size in enumerate(self.ids.shape) if size != 1)
+
+    @cached_property
+    def _folds(self) -> dict[int, "Fold"]:
+        return {}
+
+    def fold(self, features: int) -> "Fold":
+        """How a tensor with this layout is brought into the form [B, T, *features], `features` counting its last dims."""
+        if features not in self._folds:
+            lead = self.ids.ndim - features
+            if any(d >= lead for d in self.dims):
+                raise ValueError(f"samples change along feature dimension {self.dims[-1]}")
+            self._folds[features] = Fold(self.ids.reshape(self.ids.shape[:lead]), self.num_samples)
+        return self._folds[features]
+
+
+class Fold:
+    """Brings `[*lead, *features]` into the one canonical form `[B, T, *features]`.
+
+    `ids` says for the leading dimensions to which sample each position belongs. Samples with fewer positions than others
+    are filled up with zeros, which every factor ignores.
+
+    >>> rows = Fold(torch.tensor([0, 1, 1, 0]), num_samples=2)
+    >>> rows(torch.tensor([[1.0], [2.0], [3.0], [4.0]])).squeeze(-1).tolist()
+    [[1.0, 4.0], [2.0, 3.0]]
+    """
+
+    def __init__(self, ids: Tensor, num_samples: int):
+        self.ids = ids
+        self.num_samples = num_samples
+        full = [d for d, size in enumerate(ids.shape) if size != 1]
+        self.axis: int | None = None
+        if len(full) == 1 and torch.equal(ids.flatten(), torch.arange(num_samples)):
+            self.axis = full[0]
+        elif num_samples == 1 and not full and ids.ndim and int(ids.flatten()[0]) == 0:
+            self.axis = 0
+
+    def __call__(self, t: Tensor) -> Tensor:
+        B, lead, features = self.num_samples, t.shape[: self.ids.ndim], t.shape[self.ids.ndim :]
+        if self.axis is not None:
+            num_positions = 1
+            for d, size in enumerate(lead):
+                num_positions *= 1 if d == self.axis else size
+            if B == 1:
+                return t.reshape(1, num_positions * lead[self.axis], *features)
+            return t.movedim(self.axis, 0).reshape(B, num_positions, *features)
+        order, sample, slot, width = self._slots(tuple(lead))
+        rows = t.reshape(-1, *features)
+        out = rows.new_zeros(B, width, *features)
+        out[sample.to(t.device), slot.to(t.device)] = rows[order.to(t.device)]
+        return out
+
+    def _slots(self, lead: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Row `order[i]` goes to position `slot[i]` of sample `sample[i]`; rows of no sample are left out."""
+        ids = self.ids.expand(lead).reshape(-1)
+        order = torch.argsort(ids, stable=True)
+        order = order[ids[order] != NO_SAMPLE]
+        sample = ids[order]
+        counts = torch.bincount(sample, minlength=self.num_samples)
+        first = counts.cumsum(0) - counts
+        slot = torch.arange(len(sample)) - first[sample]
+        return order, sample, slot, int(counts.max()) if len(counts) else 0
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A value in which samples met each other.
+
+    `linear`: a weighted sum of per-sample values, as a loss over the batch is; `even`: each sample has the same weight.
+    """
+
+    op: str
+    linear: bool = False
+    even: bool = False
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A value that depends on the batch, made by an op of which it is not known where it puts the samples."""
+
+    op: str
+
+
+Mark = Layout | Mixed | Lost
+
+
+class Marks:
+    """Marks by tensor identity, dropped when the tensor dies."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Tensor], object]] = {}
+
+    def get(self, t: Tensor):
+        entry = self._entries.get(id(t))
+        return entry[1] if entry is not None and entry[0]() is t else None
+
+    def set(self, t: Tensor, mark: object) -> None:
+        key, entries = id(t), self._entries
+
+        def forget(ref: weakref.ref) -> None:
+            entry = entries.get(key)
+            if entry is not None and entry[0] is ref:
+                del entries[key]
+
+        entries[key] = (weakref.ref(t, forget), mark)

@@ -1,0 +1,117 @@
+"""Parameters, and values computed from parameters alone: what a gradient is asked for."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from samplewise.factors.base import Factor
+from samplewise.factors.pullback import Pullback
+from samplewise.samples import Marks
+
+Pull = Callable[[Factor], Factor]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A value that depends on parameters and not on the batch.
+
+    `roots` are the parameters. `pull` turns a factor of the value into one of its only root where the value is the root
+    in another arrangement (transposed, reshaped, cast); None where ordinary autograd must pull it back.
+    """
+
+    roots: frozenset[str]
+    pull: Pull | None
+
+
+class Weights:
+    """Which tensors are weights: the captured parameters, and what is derived from them."""
+
+    def __init__(self, parameters: dict[str, Tensor]):
+        self.parameters = parameters
+        self._known = Marks()
+        self._name_of_node = {}
+        for name, parameter in parameters.items():
+            self._known.set(parameter, Weight(frozenset([name]), lambda factor: factor))
+            self._name_of_node[get_gradient_edge(parameter).node] = name
+
+    def get(self, t: Tensor) -> Weight | None:
+        """The weight that `t` is, or None; `t` carries no mark of the batch."""
+        if not t.requires_grad:
+            return None
+        weight = self._known.get(t)
+        if weight is None:
+            weight = Weight(self._roots(t), None)
+            self._known.set(t, weight)
+        return weight if weight.roots else None
+
+    def derive(self, t: Tensor, sources: list[tuple[Tensor, Weight]], name: str) -> None:
+        """Records that `t` was computed by the op from these weights alone."""
+        if not t.requires_grad:
+            return
+        roots = frozenset().union(*(weight.roots for _, weight in sources))
+        pull = None
+        if len(sources) == 1 and sources[0][1].pull is not None:
+            pull = _pull_through(name, *sources[0], t)
+        self._known.set(t, Weight(roots, pull))
+
+    def targets(self, t: Tensor) -> list[tuple[str, Pull]]:
+        """For each parameter behind `t`: its name, and how a factor of `t` becomes one of the parameter."""
+        weight = self.get(t)
+        assert weight is not None
+        if weight.pull is not None:
+            return [(name, weight.pull) for name in weight.roots]
+        edge, dtype = get_gradient_edge(t), t.dtype
+        return [(name, _pullback(edge, self.parameters[name], dtype)) for name in sorted(weight.roots)]
+
+    def reached_from(self, *tensors: Tensor) -> frozenset[str]:
+        """The captured parameters that ordinary autograd would reach from these tensors."""
+        return frozenset().union(*(self._roots(t) for t in tensors if t.requires_grad))
+
+    def _roots(self, t: Tensor) -> frozenset[str]:
+        found, seen, stack = set(), set(), [get_gradient_edge(t).node]
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node in self._name_of_node:
+                found.add(self._name_of_node[node])
+            stack += [following for following, _ in node.next_functions]
+        return frozenset(found)
+
+
+def _pullback(edge: GradientEdge, parameter: Tensor, dtype: torch.dtype) -> Pull:
+    return lambda factor: Pullback(factor, edge, parameter, dtype)
+
+
+SAME = set("to float double half bfloat16 contiguous clone type alias".split())
+RESHAPED = set("view reshape flatten unflatten ravel squeeze unsqueeze view_as reshape_as".split())
+PERMUTED = set("t T mT transpose permute swapaxes swapdims movedim moveaxis".split())
+
+
+def _pull_through(name: str, source: Tensor, weight: Weight, t: Tensor) -> Pull | None:
+    """The pull of `t`, which is `source` in another arrangement; None if the op does more than arrange."""
+    pull = weight.pull
+    assert pull is not None
+    shape, derived = tuple(source.shape), tuple(t.shape)
+    if name in SAME and shape == derived:
+        return pull
+    if name in RESHAPED:
+        return lambda factor: pull(factor.arranged(derived, tuple(range(len(derived))), shape))
+    if name in PERMUTED and t._is_view() and not source.is_complex():
+        order = _order(source, t)
+        if order is not None:
+            return lambda factor: pull(factor.arranged(derived, order, shape))
+    return None
+
+
+def _order(source: Tensor, t: Tensor) -> tuple[int, ...] | None:
+    """For each dimension of `source` the dimension of its permuted view `t` that it became."""
+    left = list(zip(source.shape, source.stride(), strict=True))
+    right = list(zip(t.shape, t.stride(), strict=True))
+    if len(set(left)) != len(left) or sorted(left) != sorted(right):
+        return None
+    return tuple(right.index(pair) for pair in left)
