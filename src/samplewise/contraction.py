@@ -1,4 +1,4 @@
-"""Products of two tensors written as an einsum: one letter a dimension."""
+"""Products of tensors written as an einsum: one letter a dimension."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,10 +11,9 @@ BATCH_LETTERS = "abcdefgh"
 
 @dataclass(frozen=True)
 class Contraction:
-    """left, right → out; a letter in both operands and not in the result is summed over."""
+    """The letters of each operand and of the result; a letter that the result does not have is summed over."""
 
-    left: str
-    right: str
+    terms: tuple[str, ...]
     out: str
 
 
@@ -22,31 +21,31 @@ def matmul_letters(left: Tensor, right: Tensor) -> Contraction:
     """The letters of `left @ right`.
 
     >>> matmul_letters(torch.zeros(5, 2, 3), torch.zeros(3, 4))
-    Contraction(left='aij', right='jk', out='aik')
+    Contraction(terms=('aij', 'jk'), out='aik')
     """
     i, k = "i" if left.ndim > 1 else "", "k" if right.ndim > 1 else ""
     num_batch = max(left.ndim, right.ndim, 2) - 2
     batch = BATCH_LETTERS[:num_batch]
     of_left, of_right = (batch[num_batch - max(0, t.ndim - 2) :] for t in (left, right))
-    return Contraction(f"{of_left}{i}j", f"{of_right}j{k}", f"{batch}{i}{k}")
+    return Contraction((f"{of_left}{i}j", f"{of_right}j{k}"), f"{batch}{i}{k}")
 
 
 def linear_letters(x: Tensor, weight: Tensor) -> Contraction:
     """The letters of `F.linear(x, weight)`."""
     lead, k = BATCH_LETTERS[: x.ndim - 1], "k" if weight.ndim == 2 else ""
-    return Contraction(f"{lead}j", f"{k}j", f"{lead}{k}")
+    return Contraction((f"{lead}j", f"{k}j"), f"{lead}{k}")
 
 
-def einsum_letters(equation: str, left: Tensor, right: Tensor) -> Contraction | None:
-    """The letters of a two-operand einsum with its ellipsis spelt out; None where a letter repeats in one term.
+def einsum_letters(equation: str, *tensors: Tensor) -> Contraction | None:
+    """The letters of an einsum with its ellipsis spelt out; None where a letter repeats in one term.
 
     >>> einsum_letters("...i,oi->...o", torch.zeros(2, 5, 3), torch.zeros(4, 3))
-    Contraction(left='BAi', right='oi', out='BAo')
+    Contraction(terms=('BAi', 'oi'), out='BAo')
     """
     inputs, arrow, out = equation.replace(" ", "").partition("->")
     free = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in equation]
     terms, widest = [], ""
-    for term, operand in zip(inputs.split(","), (left, right), strict=True):
+    for term, operand in zip(inputs.split(","), tensors, strict=True):
         dots = "".join(reversed(free[: operand.ndim - len(term.replace("...", ""))]))  # aligned on the right
         widest = max(widest, dots, key=len)
         terms.append(term.replace("...", dots))
@@ -56,7 +55,7 @@ def einsum_letters(equation: str, left: Tensor, right: Tensor) -> Contraction | 
     out = out.replace("...", widest)
     if any(len(set(term)) != len(term) for term in [*terms, out]):
         return None
-    return Contraction(terms[0], terms[1], out)
+    return Contraction(tuple(terms), out)
 
 
 OPERANDS: dict[str, tuple[int, str, str]] = {
@@ -72,18 +71,16 @@ OPERANDS: dict[str, tuple[int, str, str]] = {
 }
 
 
-def operands(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple[Contraction, Tensor, Tensor] | None:
-    """What the op called `name` multiplies: letters, left, right; None if it is no product of two tensors."""
+def operands(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple[Contraction, list[Tensor]] | None:
+    """The letters of what the op called `name` multiplies, and the tensors; None if it has no such form."""
     if name == "einsum":
-        tensors = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
-        if len(tensors) != 2 or not isinstance(args[0], str):
-            return None
-        letters = einsum_letters(args[0], *tensors)
-        return None if letters is None else (letters, *tensors)
-    at, left_name, right_name = OPERANDS[name]
-    left, right = (args[i] if len(args) > i else kwargs[keyword] for i, keyword in ((at, left_name), (at + 1, right_name)))
+        tensors = list(args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:])
+        letters = einsum_letters(args[0], *tensors) if isinstance(args[0], str) else None
+        return None if letters is None else (letters, tensors)
+    at, *keywords = OPERANDS[name]
+    tensors = [args[at + i] if len(args) > at + i else kwargs[keyword] for i, keyword in enumerate(keywords)]
     letters_of: Callable[[Tensor, Tensor], Contraction] = linear_letters if name == "linear" else matmul_letters
-    return letters_of(left, right), left, right
+    return letters_of(*tensors), tensors
 
 
 def in_order(t: Tensor, letters: str, order: str) -> Tensor:

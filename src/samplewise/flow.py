@@ -323,9 +323,8 @@ def images(call: Call) -> Mark:
     rank = next((int(c) for c in reversed(call.name) if c in "123"), call.out.ndim - 2)
     if tensor.ndim != rank + 2 or layout.dims not in ((0,), ()):
         return call.mixed()
-    if call.name in ("batch_norm", "instance_norm") and bool(call.arg(5, "training", False)):
-        if call.name == "batch_norm":
-            return call.mixed()
+    if call.name == "batch_norm" and call.arg(5, "training", False):
+        return call.mixed()
     ids = layout.ids.reshape([layout.ids.shape[0]] + [1] * (call.out.ndim - 1))
     return merged(call, [ids] + [m.ids for t, m in call.marks[1:] if isinstance(m, Layout) and m.dims == (0,) and t.ndim])
 
@@ -338,9 +337,9 @@ def padded(call: Call) -> Mark:
 
 
 def embedded(call: Call) -> Mark:
-    """torch.embedding(weight, ids): one more dimension than the ids have."""
+    """One more dimension than the ids have."""
     tensor, layout = call.subject
-    if tensor is not call.arg(1, "indices"):
+    if tensor.is_floating_point() or len(call.marks) > 1:  # the table itself depends on the batch
         return Lost(call.name)
     return call.layout(layout.ids.unsqueeze(-1))
 
@@ -395,17 +394,18 @@ def contracted(call: Call) -> Mark:
     found = operands(call.name, call.args, call.kwargs)
     if found is None:
         return Lost(call.name)
-    letters, left, right = found
+    letters, tensors = found
     layouts = {id(t): mark for t, mark in call.marks if isinstance(mark, Layout)}
     all_ids = []
-    for operand, term in ((left, letters.left), (right, letters.right)):
-        layout = layouts.get(id(operand))
+    for term, tensor in zip(letters.terms, tensors, strict=True):
+        layout = layouts.get(id(tensor))
         if layout is None:
             continue
         if any(term[d] not in letters.out for d in layout.dims):
             return call.mixed()
         all_ids.append(along(layout.ids, term, letters.out))
-    added = [mark for key, mark in layouts.items() if key not in (id(left), id(right))]  # addmm's input, a bias
+    factors = {id(t) for t in tensors}
+    added = [layout for key, layout in layouts.items() if key not in factors]  # addmm's input, a bias
     return merged(call, all_ids + [aligned(layout.ids, len(letters.out)) for layout in added])
 
 

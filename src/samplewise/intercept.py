@@ -121,6 +121,8 @@ class Intercept(TorchFunctionMode):
         super().__init__()
         self.recorder = recorder
         self.marks, self.weights = recorder.marks, recorder.weights
+        self._inside: list[Callable] = []
+        """Functions being looked into; one that calls itself by its own name (Tensor.unflatten) is then an op."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -143,9 +145,13 @@ class Intercept(TorchFunctionMode):
         meets = bool(data and weights) and torch.is_grad_enabled()
         if meets and func in FOREIGN:
             return self._foreign(func, name, args, kwargs, data, weights)
-        if not (meets and func in RULES) and (inside := without_override(func)) is not None:
-            with self:
-                return inside(*args, **kwargs)
+        if not (meets and func in RULES) and func not in self._inside and (inside := without_override(func)) is not None:
+            self._inside.append(func)
+            try:
+                with self:
+                    return inside(*args, **kwargs)
+            finally:
+                self._inside.pop()
         if meets:
             return self._meet(func, name, args, kwargs, data, weights)
         out = func(*args, **kwargs)

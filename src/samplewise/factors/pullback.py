@@ -8,41 +8,41 @@ from samplewise.factors.base import Factor
 
 
 class Pullback(Factor):
-    """G[b] = Jᵀ inner[b], with J the Jacobian of the derived value in the parameter.
+    """G[b] = Jᵀ derived[b], with J the Jacobian of the derived value in the parameter.
 
     `edge` is the derived value's place in the graph of the parameter-only ops, which ordinary autograd keeps.
     """
 
-    def __init__(self, inner: Factor, edge: GradientEdge, parameter: Tensor, dtype: torch.dtype):
-        self.inner, self.edge, self.parameter, self.dtype = inner, edge, parameter, dtype
-        self.num_samples, self.shape = inner.num_samples, tuple(parameter.shape)
+    def __init__(self, derived: Factor, edge: GradientEdge, parameter: Tensor, dtype: torch.dtype):
+        self.derived, self.edge, self.parameter, self.dtype = derived, edge, parameter, dtype
+        self.num_samples, self.shape = derived.num_samples, tuple(parameter.shape)
 
     def materialize(self) -> Tensor:
         if self.num_samples == 0:
             return self.parameter.new_zeros(0, *self.shape)
-        inner = self.inner.materialize().to(self.dtype)
+        inner = self.derived.materialize().to(self.dtype)
         try:
             return self._vjp(inner, batched=True)
         except RuntimeError:  # an op without a batching rule: one sample at a time
             return torch.stack([self._vjp(row, batched=False) for row in inner])
 
     def select(self, samples: Tensor | slice) -> "Pullback":
-        return Pullback(self.inner.select(samples), self.edge, self.parameter, self.dtype)
+        return Pullback(self.derived.select(samples), self.edge, self.parameter, self.dtype)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.inner.tensors()
+        return self.derived.tensors()
 
     def elements_per_sample(self) -> int:
-        return max(super().elements_per_sample(), self.inner.elements_per_sample())
+        return max(super().elements_per_sample(), self.derived.elements_per_sample())
 
     def weighted_sum(self, w_B: Tensor) -> Tensor:
         """Jᵀ is linear, so the weighted sum is taken first and pulled back once."""
-        return self._vjp(self.inner.weighted_sum(w_B).to(self.dtype), batched=False)
+        return self._vjp(self.derived.weighted_sum(w_B).to(self.dtype), batched=False)
 
     def joined(self, other: Factor) -> "Pullback | None":
         if not isinstance(other, Pullback) or other.edge != self.edge or other.parameter is not self.parameter:
             return None
-        inner = self.inner.joined(other.inner)
+        inner = self.derived.joined(other.derived)
         return None if inner is None else Pullback(inner, self.edge, self.parameter, self.dtype)
 
     def _vjp(self, cotangent: Tensor, *, batched: bool) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samplewise.contraction import Contraction, along, in_order, operands
+from samplewise.contraction import along, in_order, operands
 from samplewise.factors.dense import Dense
 from samplewise.factors.outer import Outer
 from samplewise.ops.pointwise import spread_sum
@@ -42,23 +42,19 @@ def product(meeting: Meeting, *args: Any, **kwargs: Any) -> Any:
 @rule(torch.addmm, torch.Tensor.addmm, torch.baddbmm, torch.Tensor.baddbmm, torch.addmv, torch.Tensor.addmv)
 def added_product(meeting: Meeting, input: Tensor, *args: Any, beta: Any = 1, alpha: Any = 1, **kwargs: Any) -> Any:
     """y = beta·input + alpha·x @ w, so input gets beta·g and w gets alpha·g ⊗ x."""
-    if beta == 0 and meeting.is_weight(input):
-        return NotImplemented
     factors = operands(meeting.name, (input, *args), kwargs)
-    if factors is None:
+    if factors is None or beta == 0:
         return NotImplemented
-    letters, left, right = factors
-    if meeting.is_weight(left) or meeting.is_weight(right):
-        if not _use_product(meeting, input, *args, scale=alpha, **kwargs):
-            return NotImplemented
-    data = left if meeting.is_data(left) else right
-    term = letters.left if data is left else letters.right
+    letters, tensors = factors
+    if any(map(meeting.is_weight, tensors)) and not _use_product(meeting, input, *args, scale=alpha, **kwargs):
+        return NotImplemented
     if meeting.is_weight(input):
-        if meeting.is_data(left) and meeting.is_data(right):
+        data = [(t, term) for t, term in zip(tensors, letters.terms, strict=True) if meeting.is_data(t)]
+        if len(data) != 1:
             return NotImplemented
-        ids = along(meeting.layout(data).ids, term, letters.out)
-        layout = Layout(ids, meeting.layout(data).num_samples)
-        meeting.use(input, lambda g: spread_sum(g * beta if beta != 1 else g, layout, tuple(input.shape)))
+        ((x, term),) = data
+        layout = Layout(along(meeting.layout(x).ids, term, letters.out), meeting.layout(x).num_samples)
+        meeting.use(input, lambda g: spread_sum(g * beta, layout, tuple(input.shape)))
     plain = [meeting.plain(a) for a in (input, *args)]
     return meeting.func(*plain, beta=beta, alpha=alpha, **{k: meeting.plain(v) for k, v in kwargs.items()})
 
@@ -72,21 +68,22 @@ def _use_product(meeting: Meeting, *args: Any, scale: Any = 1, **kwargs: Any) ->
     factors = operands(meeting.name, args, kwargs)
     if factors is None:
         return False
-    letters, left, right = factors
-    if meeting.is_weight(right) and meeting.is_data(left):
-        x, w, x_term, w_term = left, right, letters.left, letters.right
-    elif meeting.is_weight(left) and meeting.is_data(right):
-        x, w, x_term, w_term = right, left, letters.right, letters.left
-    else:
+    letters, tensors = factors
+    if len(tensors) != 2:
         return False
-    outer_of = _outer_of(letters, x, w, x_term, w_term, meeting.layout(x))
+    w_at = 1 if meeting.is_weight(tensors[1]) else 0
+    w, x = tensors[w_at], tensors[1 - w_at]
+    if not meeting.is_weight(w) or not meeting.is_data(x):
+        return False
+    w_term, x_term = letters.terms[w_at], letters.terms[1 - w_at]
+    outer_of = _outer_of(x_term, w_term, letters.out, x, w, meeting.layout(x))
     if outer_of is None:
         return False
     meeting.use(w, lambda g, x: outer_of(x, g * scale if scale != 1 else g), keep=(x,))
     return True
 
 
-def _outer_of(letters: Contraction, x: Tensor, w: Tensor, x_term: str, w_term: str, layout: Layout):
+def _outer_of(x_term: str, w_term: str, out: str, x: Tensor, w: Tensor, layout: Layout):
     """(x, g) → Outer, or None where the product has no such form.
 
     Letters of w are groups (in x and y too), inputs (in x alone) or outputs (in y alone); the other letters of x are
@@ -96,11 +93,11 @@ def _outer_of(letters: Contraction, x: Tensor, w: Tensor, x_term: str, w_term: s
     x_sizes = dict(zip(x_term, x.shape, strict=True))
     if any(sizes[c] != x_sizes.get(c, sizes[c]) for c in w_term):  # broadcast against each other
         return None
-    groups = [c for c in w_term if c in x_term and c in letters.out]
-    inputs = [c for c in w_term if c in x_term and c not in letters.out]
-    outputs = [c for c in w_term if c not in x_term and c in letters.out]
+    groups = [c for c in w_term if c in x_term and c in out]
+    inputs = [c for c in w_term if c in x_term and c not in out]
+    outputs = [c for c in w_term if c not in x_term and c in out]
     positions = [c for c in x_term if c not in w_term]
-    if len(groups) + len(inputs) + len(outputs) != len(w_term) or any(c not in letters.out for c in positions):
+    if len(groups) + len(inputs) + len(outputs) != len(w_term) or any(c not in out for c in positions):
         return None
     if any(x_term[d] not in positions for d in layout.dims):
         return None
@@ -111,7 +108,7 @@ def _outer_of(letters: Contraction, x: Tensor, w: Tensor, x_term: str, w_term: s
 
     def outer(x: Tensor, g: Tensor) -> Outer:
         a = in_order(x, x_term, "".join(positions + groups + inputs))
-        g = in_order(g, letters.out, "".join(positions + groups + outputs))
+        g = in_order(g, out, "".join(positions + groups + outputs))
         lead = a.shape[: len(positions)]
         return Outer(
             rows(a.reshape(*lead, num_groups, num_inputs)),

@@ -132,4 +132,4 @@ def instance_norm(
 
 def per_channel(t: Tensor, images: Fold) -> Dense:
     """t [N, C, *spatial] summed over space and over the images of a sample."""
-    return Dense(images(t.flatten(2).sum(2)).sum(1))
+    return Dense(images(t.reshape(*t.shape[:2], -1).sum(2)).sum(1))

@@ -1,5 +1,6 @@
 """Direct use of a parameter in broadcasting arithmetic, and beside data in `torch.cat`."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +32,12 @@ def pointwise(meeting: Meeting) -> Any:
         return meeting.gate(source, spread, lambda g: spread_sum(g, layout, tuple(source.shape)))
 
     return meeting.func(*map(gated, meeting.args), **{k: gated(v) for k, v in meeting.kwargs.items()})
+
+
+@rule(torch.masked_fill, torch.Tensor.masked_fill)
+def masked_fill(meeting: Meeting, input: Tensor, mask: Tensor, value: Any) -> Any:
+    """where(mask, value, x): masked_fill itself takes no value of the result's shape."""
+    return pointwise(replace(meeting, func=torch.where, args=(mask, value, input), kwargs={}))
 
 
 @rule(torch.cat, torch.concat, torch.concatenate, torch.stack)

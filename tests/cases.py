@@ -1,0 +1,347 @@
+"""The case table: small models, each with one batch, that exercise one op or pattern."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass
+class Case:
+    name: str
+    make: Callable[[], nn.Module]
+    batch: Callable[[], tuple]
+    loss_fn: Callable[..., Tensor] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    batch_dim: int = 0
+    sums_to_grad: bool = True
+    """False where plain training itself couples samples (scale_grad_by_freq counts over the batch)."""
+
+    def build(self) -> tuple[nn.Module, tuple, Callable[..., Tensor]]:
+        torch.manual_seed(0)
+        model = self.make().double()
+        batch = tuple(t.double() if isinstance(t, Tensor) and t.dtype == torch.float32 else t for t in self.batch())
+        dim = self.batch_dim
+
+        def loss_fn(model: nn.Module, *args: Any) -> Tensor:
+            out = model(*args)
+            # curved, so that every sample's output gradient differs and depends on the forward values
+            out = out.abs().square() if out.is_complex() else (out + 0.3 * out.square())
+            return out.movedim(dim, 0).flatten(1).sum(1) if out.ndim > 1 else out
+
+        return model, batch, self.loss_fn or loss_fn
+
+
+CASES: list[Case] = []
+
+
+def case(name: str, make: Callable[[], nn.Module], *shapes: Any, **options: Any) -> None:
+    """Adds a case; a shape stands for a random normal tensor, a callable for what it returns."""
+
+    def batch() -> tuple:
+        return tuple(s() if callable(s) else torch.randn(*s) for s in shapes)
+
+    CASES.append(Case(name, make, batch, **options))
+
+
+class Fn(nn.Module):
+    """A model from parameters (or modules) by name and a forward function over them."""
+
+    def __init__(self, forward: Callable, **parts: Any):
+        super().__init__()
+        self._forward = forward
+        for name, part in parts.items():
+            part = nn.Parameter(torch.randn(part)) if isinstance(part, tuple) else part
+            setattr(self, name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(self, *args, **kwargs)
+
+
+def ids(high: int, *shape: int, dtype: torch.dtype = torch.long) -> Callable[[], Tensor]:
+    return lambda: torch.randint(high, shape, dtype=dtype)
+
+
+def frozen(module: nn.Module, *names: str) -> nn.Module:
+    for name, p in module.named_parameters():
+        if name in names:
+            p.requires_grad_(False)
+    return module
+
+
+B = 4
+
+# --- linear and products ---
+for shape in [(B, 5), (B, 3, 5), (B, 2, 3, 5), (B, 2, 3, 2, 5)]:
+    case(f"linear-{len(shape)}d", lambda: nn.Linear(5, 3), shape)
+case("linear-no-bias", lambda: nn.Linear(5, 3, bias=False), (B, 5))
+case("linear-frozen-weight", lambda: frozen(nn.Linear(5, 3), "weight"), (B, 2, 5))
+case("linear-frozen-bias", lambda: frozen(nn.Linear(5, 3), "bias"), (B, 2, 5))
+case("linear-one-sample", lambda: nn.Linear(5, 3), (1, 5))
+case("linear-long", lambda: nn.Linear(2, 3), (B, 40, 2))
+case("linear-short", lambda: nn.Linear(20, 30), (B, 2, 20))
+case("linear-batch-second", lambda: nn.Linear(5, 3), (7, B, 5), batch_dim=1, options={"batch_dim": 1})
+case("linear-batch-second-T-is-B", lambda: nn.Linear(5, 3), (B, B, 5), batch_dim=1, options={"batch_dim": 1})
+case("linear-noncontiguous", lambda: Fn(lambda s, x: s.l(x.transpose(1, 2)), l=nn.Linear(5, 3)), (B, 5, 6))
+case("linear-keyword", lambda: Fn(lambda s, x: F.linear(input=x, weight=s.w, bias=s.b), w=(3, 5), b=(3,)), (B, 5))
+case("mlp", lambda: nn.Sequential(nn.Linear(5, 6), nn.ReLU(inplace=True), nn.Linear(6, 3)), (B, 5))
+case("folded-BT", lambda: Fn(lambda s, x: s.l(x.flatten(0, 1)).unflatten(0, x.shape[:2]), l=nn.Linear(5, 3)), (B, 6, 5))
+case("folded-TB", lambda: Fn(lambda s, x: s.l(x.transpose(0, 1).reshape(-1, 5)).view(6, B, 3).transpose(0, 1)
+     if x.shape[0] == B else s.l(x), l=nn.Linear(5, 3)), (B, 6, 5))  # fmt: skip
+case("matmul", lambda: Fn(lambda s, x: x @ s.w, w=(5, 3)), (B, 5))
+case("matmul-3d", lambda: Fn(lambda s, x: torch.matmul(x, s.w), w=(5, 3)), (B, 6, 5))
+case("matmul-left", lambda: Fn(lambda s, x: s.w @ x, w=(3, 5)), (B, 5, 6))
+case("matmul-transposed", lambda: Fn(lambda s, x: x @ s.w.T, w=(3, 5)), (B, 5))
+case("matmul-t", lambda: Fn(lambda s, x: x.matmul(s.w.t()), w=(3, 5)), (B, 6, 5))
+case("matmul-vector", lambda: Fn(lambda s, x: x @ s.w, w=(5,)), (B, 5))
+case("matmul-heads", lambda: Fn(lambda s, x: x @ s.w, w=(2, 5, 3)), (B, 2, 6, 5))
+case("matmul-broadcast-heads", lambda: Fn(lambda s, x: x @ s.w, w=(2, 5, 3)), (B, 1, 6, 5))
+case("matmul-broadcast-weight", lambda: Fn(lambda s, x: x @ s.w, w=(1, 5, 3)), (B, 6, 5))
+case("mm", lambda: Fn(lambda s, x: torch.mm(x, s.w), w=(5, 3)), (B, 5))
+case("mm-method-left", lambda: Fn(lambda s, x: s.w.mm(x.t()).t(), w=(3, 5)), (B, 5))
+case("mv", lambda: Fn(lambda s, x: torch.mv(x, s.w), w=(5,)), (B, 5))
+case("addmm", lambda: Fn(lambda s, x: torch.addmm(s.b, x, s.w), w=(5, 3), b=(3,)), (B, 5))
+case("addmm-scaled", lambda: Fn(lambda s, x: torch.addmm(s.b, x, s.w, beta=0.5, alpha=2), w=(5, 3), b=(3,)), (B, 5))
+case("addmm-folded", lambda: Fn(lambda s, x: torch.addmm(s.b, x.view(-1, 5), s.w).view(x.shape[0], -1, 3),
+     w=(5, 3), b=(3,)), (B, 6, 5))  # fmt: skip
+case("addmm-data-input", lambda: Fn(lambda s, x: torch.addmm(x[:, :3], x, s.w), w=(5, 3)), (B, 5))
+case("bmm-shared", lambda: Fn(lambda s, x: torch.bmm(x.transpose(0, 1), s.w).transpose(0, 1), w=(2, 5, 3)), (B, 2, 5))
+case("bmm-expanded", lambda: Fn(lambda s, x: torch.bmm(x, s.w.expand(x.shape[0], -1, -1)), w=(5, 3)), (B, 6, 5))
+case("baddbmm", lambda: Fn(lambda s, x: torch.baddbmm(s.b, x.transpose(0, 1), s.w).transpose(0, 1),
+     w=(2, 5, 3), b=(2, 1, 3)), (B, 2, 5))  # fmt: skip
+case("einsum", lambda: Fn(lambda s, x: torch.einsum("bti,oi->bto", x, s.w), w=(3, 5)), (B, 6, 5))
+case("einsum-ellipsis", lambda: Fn(lambda s, x: torch.einsum("...i,oi->...o", x, s.w), w=(3, 5)), (B, 6, 5))
+case("einsum-implicit", lambda: Fn(lambda s, x: torch.einsum("bi,io", x, s.w), w=(5, 3)), (B, 5))
+case("einsum-heads", lambda: Fn(lambda s, x: torch.einsum("btd,dhe->bhte", x, s.w), w=(5, 2, 3)), (B, 6, 5))
+case("einsum-grouped", lambda: Fn(lambda s, x: torch.einsum("bhtd,hde->bthe", x, s.w), w=(2, 5, 3)), (B, 2, 6, 5))
+case("einsum-weight-first", lambda: Fn(lambda s, x: torch.einsum("oi,bi->bo", s.w, x), w=(3, 5)), (B, 5))
+case("einsum-summed-letter", lambda: Fn(lambda s, x: torch.einsum("bti,oi->bo", x, s.w), w=(3, 5)), (B, 6, 5))
+case("einsum-elementwise", lambda: Fn(lambda s, x: torch.einsum("bti,i->bti", x, s.w), w=(5,)), (B, 6, 5))
+case("einsum-three", lambda: Fn(lambda s, x: torch.einsum("bi,ij,jo->bo", x, s.u, s.v), u=(5, 2), v=(2, 3)), (B, 5))
+case("linear-sliced", lambda: Fn(lambda s, x: F.linear(x, s.w[:2]), w=(3, 5)), (B, 5))
+case("linear-cast", lambda: Fn(lambda s, x: F.linear(x, s.w.to(x.dtype)), w=(3, 5)), (B, 5))
+case("linear-viewed", lambda: Fn(lambda s, x: F.linear(x, s.w.view(3, -1)), w=(3, 5, 1, 1)), (B, 5))
+case("linear-normed", lambda: Fn(lambda s, x: F.linear(x, s.g * s.v / s.v.norm(dim=1, keepdim=True)), g=(3, 1), v=(3, 5)),
+     (B, 6, 5))  # fmt: skip
+case("lora-merged", lambda: Fn(lambda s, x: F.linear(x, s.b @ s.a), b=(3, 2), a=(2, 5)), (B, 5))
+
+# --- convolutions ---
+case("conv1d", lambda: nn.Conv1d(3, 4, 3), (B, 3, 9))
+case("conv2d", lambda: nn.Conv2d(3, 4, 3), (B, 3, 7, 6))
+case("conv3d", lambda: nn.Conv3d(2, 3, 2), (B, 2, 4, 5, 3))
+case("conv1d-stride", lambda: nn.Conv1d(3, 4, 3, stride=2, padding=1, dilation=2), (B, 3, 12))
+case("conv2d-stride-margin", lambda: nn.Conv2d(2, 4, 2, stride=3), (B, 2, 9, 10))
+case("conv2d-dilation", lambda: nn.Conv2d(2, 4, (3, 2), stride=(2, 1), padding=(2, 1), dilation=(1, 2)), (B, 2, 8, 7))
+case("conv2d-groups", lambda: nn.Conv2d(4, 6, 3, groups=2), (B, 4, 6, 6))
+case("conv2d-depthwise", lambda: nn.Conv2d(4, 4, 3, groups=4, padding=1), (B, 4, 6, 6))
+case("conv2d-depthwise-multiplier", lambda: nn.Conv2d(3, 6, 3, groups=3), (B, 3, 6, 6))
+case("conv3d-groups", lambda: nn.Conv3d(2, 4, 2, groups=2, stride=2, padding=1), (B, 2, 4, 5, 3))
+for padding in ["same", "valid"]:
+    case(
+        f"conv2d-{padding}", lambda padding=padding: nn.Conv2d(2, 3, (4, 3), padding=padding, dilation=(1, 2)), (B, 2, 8, 7)
+    )
+    case(f"conv1d-{padding}", lambda padding=padding: nn.Conv1d(2, 3, 4, padding=padding), (B, 2, 9))
+for mode in ["circular", "reflect", "replicate"]:
+    case(f"conv2d-{mode}", lambda mode=mode: nn.Conv2d(2, 3, 3, padding=1, padding_mode=mode), (B, 2, 5, 6))
+    case(f"conv2d-same-{mode}", lambda mode=mode: nn.Conv2d(2, 3, (4, 3), padding="same", padding_mode=mode), (B, 2, 7, 6))
+    case(f"conv1d-{mode}", lambda mode=mode: nn.Conv1d(2, 3, 3, padding=2, padding_mode=mode), (B, 2, 7))
+case("conv2d-no-bias", lambda: nn.Conv2d(3, 4, 3, bias=False), (B, 3, 6, 6))
+case("conv2d-frozen-weight", lambda: frozen(nn.Conv2d(3, 4, 3), "weight"), (B, 3, 6, 6))
+case(
+    "conv2d-channels-last", lambda: nn.Conv2d(3, 4, 3), lambda: torch.randn(B, 3, 6, 6).to(memory_format=torch.channels_last)
+)
+case("conv2d-permuted", lambda: Fn(lambda s, x: s.c(x.permute(0, 3, 1, 2)), c=nn.Conv2d(3, 4, 3)), (B, 6, 5, 3))
+case("conv2d-then-permute", lambda: Fn(lambda s, x: s.l(s.c(x).permute(0, 2, 3, 1)), c=nn.Conv2d(3, 4, 3), l=nn.Linear(4, 2)),
+     (B, 3, 6, 5))  # fmt: skip
+for size in [1, 31, 32, 33]:
+    case(f"conv2d-batch-{size}", lambda: nn.Conv2d(2, 3, 3), (size, 2, 5, 5))
+case("conv2d-twice", lambda: Fn(lambda s, x: s.c(s.c(x)), c=nn.Conv2d(2, 2, 3, padding=1)), (B, 2, 5, 5))
+case("conv2d-twice-other-size", lambda: Fn(lambda s, x: s.c(F.avg_pool2d(s.c(x), 2)), c=nn.Conv2d(2, 2, 3)), (B, 2, 8, 8))
+case(
+    "conv2d-inplace-relu", lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(inplace=True), nn.Conv2d(3, 2, 3)), (B, 2, 7, 7)
+)
+case("conv2d-frames", lambda: Fn(lambda s, x: s.c(x.flatten(0, 1)).unflatten(0, x.shape[:2]), c=nn.Conv2d(2, 3, 3)),
+     (B, 3, 2, 5, 5))  # fmt: skip
+case(
+    "conv2d-weight-derived",
+    lambda: Fn(lambda s, x: F.conv2d(x, s.v / s.v.norm(), s.b), v=(3, 2, 3, 3), b=(3,)),
+    (B, 2, 5, 5),
+)
+case("conv1d-keyword", lambda: Fn(lambda s, x: F.conv1d(x, weight=s.w, padding=1, groups=2), w=(4, 1, 3)), (B, 2, 6))
+
+# --- embeddings ---
+case("embedding", lambda: nn.Embedding(7, 3), ids(7, B, 5))
+case("embedding-repeated", lambda: nn.Embedding(7, 3), ids(2, B, 6))
+case("embedding-padding", lambda: nn.Embedding(4, 3, padding_idx=1), ids(4, B, 8))
+case("embedding-padding-negative", lambda: nn.Embedding(4, 3, padding_idx=-1), ids(4, B, 8))
+case("embedding-max-norm", lambda: nn.Embedding(7, 3, max_norm=0.5), ids(7, B, 5))
+case("embedding-by-freq", lambda: nn.Embedding(4, 3, scale_grad_by_freq=True), ids(4, B, 8), sums_to_grad=False)
+case("embedding-sparse", lambda: nn.Embedding(7, 3, sparse=True), ids(7, B, 5))
+case("embedding-int32", lambda: nn.Embedding(7, 3), ids(7, B, 5, dtype=torch.int32))
+case("embedding-1d", lambda: nn.Embedding(7, 3), ids(7, B))
+case("embedding-3d", lambda: nn.Embedding(7, 3), ids(7, B, 2, 3))
+case("embedding-batch-second", lambda: nn.Embedding(7, 3), ids(7, B, B), batch_dim=1, options={"batch_dim": 1})
+POSITIONS = {
+    "1d": lambda s, x: s.e(x) + s.p(torch.arange(x.shape[1])),
+    "shared": lambda s, x: s.e(x) + s.p(torch.arange(x.shape[1]).unsqueeze(0)),
+    "expanded": lambda s, x: s.e(x) + s.p(torch.arange(x.shape[1]).expand(x.shape)),
+    "sliced": lambda s, x: s.e(x) + s.p.weight[: x.shape[1]],
+    "token-types": lambda s, x: s.e(x) + s.p(torch.zeros_like(x)),
+}
+for name, forward in POSITIONS.items():
+    for T in [5, B]:
+        case(
+            f"positions-{name}-T{T}",
+            lambda forward=forward: Fn(forward, e=nn.Embedding(7, 3), p=nn.Embedding(6, 3)),
+            ids(7, B, T),
+        )
+case("relative-positions", lambda: Fn(lambda s, x: x + s.p(torch.arange(B).view(-1, 1) - torch.arange(B) + B).permute(2, 0, 1),
+     p=nn.Embedding(2 * B, 2)), (B, 2, B, B))  # fmt: skip
+case(
+    "class-embeddings", lambda: Fn(lambda s, x: s.l(x) @ s.l(s.e.weight).T, l=nn.Linear(5, 3), e=nn.Embedding(B, 5)), (B, 5)
+)
+case(
+    "shared-buffer", lambda: Fn(lambda s, x: s.l(x) + s.l(torch.ones(B, 5, dtype=x.dtype)).sum(0), l=nn.Linear(5, 3)), (B, 5)
+)
+case(
+    "embedding-frozen-then-linear",
+    lambda: nn.Sequential(frozen(nn.Embedding(7, 5), "weight"), nn.Linear(5, 3)),
+    ids(7, B, 4),
+)
+
+# --- norms ---
+case("layer-norm", lambda: nn.LayerNorm(5), (B, 5))
+case("layer-norm-3d", lambda: nn.LayerNorm(5), (B, 6, 5))
+case("layer-norm-several", lambda: nn.LayerNorm([6, 5]), (B, 3, 6, 5))
+case("layer-norm-no-bias", lambda: nn.LayerNorm(5, bias=False), (B, 6, 5))
+case("layer-norm-no-affine", lambda: nn.Sequential(nn.LayerNorm(5, elementwise_affine=False), nn.Linear(5, 2)), (B, 6, 5))
+case("layer-norm-frozen-weight", lambda: frozen(nn.LayerNorm(5), "weight"), (B, 6, 5))
+case("layer-norm-frozen-bias", lambda: frozen(nn.LayerNorm(5), "bias"), (B, 6, 5))
+case("layer-norm-inside", lambda: nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 2)), (B, 6, 4))
+case("layer-norm-batch-second", lambda: nn.LayerNorm(5), (B, B, 5), batch_dim=1, options={"batch_dim": 1})
+case("group-norm", lambda: nn.GroupNorm(2, 4), (B, 4, 5, 5))
+case("group-norm-2d", lambda: nn.GroupNorm(2, 4), (B, 4))
+case("group-norm-one-group", lambda: nn.GroupNorm(1, 4), (B, 4, 6))
+case("group-norm-no-affine", lambda: nn.Sequential(nn.GroupNorm(2, 4, affine=False), nn.Conv1d(4, 2, 1)), (B, 4, 6))
+case("group-norm-frozen-weight", lambda: frozen(nn.GroupNorm(2, 4), "weight"), (B, 4, 5, 5))
+case("group-norm-frozen-bias", lambda: frozen(nn.GroupNorm(2, 4), "bias"), (B, 4, 5, 5))
+case("group-norm-weight-alone", lambda: Fn(lambda s, x: F.group_norm(x, 2, s.w), w=(4,)), (B, 4, 5))
+case("group-norm-bias-alone", lambda: Fn(lambda s, x: F.group_norm(x, 2, bias=s.b), b=(4,)), (B, 4, 5))
+case(
+    "group-norm-channels-last",
+    lambda: nn.GroupNorm(2, 4),
+    lambda: torch.randn(B, 4, 5, 5).to(memory_format=torch.channels_last),
+)
+case("group-norm-inside", lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(True), nn.Conv2d(4, 2, 3)),
+     (B, 2, 7, 7))  # fmt: skip
+case("instance-norm-1d", lambda: nn.InstanceNorm1d(3, affine=True), (B, 3, 6))
+case("instance-norm-2d", lambda: nn.InstanceNorm2d(3, affine=True), (B, 3, 5, 5))
+case("instance-norm-3d", lambda: nn.InstanceNorm3d(3, affine=True), (B, 3, 3, 4, 2))
+case("instance-norm-frozen-weight", lambda: frozen(nn.InstanceNorm2d(3, affine=True), "weight"), (B, 3, 5, 5))
+case("instance-norm-frozen-bias", lambda: frozen(nn.InstanceNorm2d(3, affine=True), "bias"), (B, 3, 5, 5))
+case("instance-norm-no-affine", lambda: nn.Sequential(nn.InstanceNorm2d(3), nn.Conv2d(3, 2, 1)), (B, 3, 5, 5))
+case("instance-norm-eval", lambda: nn.InstanceNorm2d(3, affine=True).eval(), (B, 3, 5, 5))
+case("instance-norm-running-train", lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True), (B, 3, 5, 5))
+
+
+def _running_eval() -> nn.Module:
+    norm = nn.InstanceNorm2d(3, affine=True, track_running_stats=True).eval()
+    norm.running_mean.uniform_(-1, 1)  # type: ignore[union-attr]
+    norm.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
+    return norm
+
+
+case("instance-norm-running-eval", _running_eval, (B, 3, 5, 5))
+case("instance-norm-running-eval-inside", lambda: nn.Sequential(nn.Conv2d(2, 3, 1), _running_eval(), nn.Conv2d(3, 2, 1)),
+     (B, 2, 5, 5))  # fmt: skip
+
+# --- parameters used directly ---
+DIRECT: dict[str, tuple[Callable, dict[str, tuple]]] = {
+    "add": (lambda s, x: x + s.w, {"w": (6, 5)}),
+    "add-vector": (lambda s, x: x + s.w, {"w": (5,)}),
+    "add-one": (lambda s, x: x + s.w, {"w": (1, 1, 5)}),
+    "add-column": (lambda s, x: x + s.w, {"w": (6, 1)}),
+    "add-scalar": (lambda s, x: x + s.w, {"w": ()}),
+    "add-left": (lambda s, x: s.w + x, {"w": (5,)}),
+    "add-in-place": (lambda s, x: (x * 1).add_(s.w), {"w": (5,)}),
+    "add-alpha": (lambda s, x: torch.add(x, s.w, alpha=3), {"w": (5,)}),
+    "sub": (lambda s, x: x - s.w, {"w": (5,)}),
+    "rsub": (lambda s, x: s.w - x, {"w": (5,)}),
+    "mul": (lambda s, x: x * s.w, {"w": (5,)}),
+    "mul-in-place": (lambda s, x: (x * 1).mul_(s.w), {"w": (6, 1)}),
+    "mul-scalar": (lambda s, x: x * s.w.exp(), {"w": ()}),
+    "div": (lambda s, x: x / s.w, {"w": (5,)}),
+    "rdiv": (lambda s, x: s.w / (2 + x.square()), {"w": (5,)}),
+    "pow": (lambda s, x: x.abs().add(1).pow(s.w), {"w": (5,)}),
+    "where": (lambda s, x: torch.where(x > 0, x, s.w), {"w": (5,)}),
+    "where-left": (lambda s, x: torch.where(x > 0, s.w, x), {"w": (6, 5)}),
+    "maximum": (lambda s, x: torch.maximum(x, s.w), {"w": (5,)}),
+    "lerp": (lambda s, x: torch.lerp(x, s.w, 0.3), {"w": (5,)}),
+    "addcmul": (lambda s, x: torch.addcmul(x, s.w, s.v, value=0.5), {"w": (5,), "v": (6, 5)}),
+    "two-weights": (lambda s, x: torch.addcmul(s.v, x, s.w), {"w": (5,), "v": (5,)}),
+    "masked-fill": (lambda s, x: x.masked_fill(x > 0, s.w), {"w": ()}),
+    "cls-expand-cat": (lambda s, x: torch.cat([s.w.expand(x.shape[0], -1, -1), x], 1), {"w": (1, 1, 5)}),
+    "cls-repeat-cat": (lambda s, x: torch.cat([s.w.repeat(x.shape[0], 1, 1), x], 1), {"w": (1, 1, 5)}),
+    "cls-expand-as": (lambda s, x: torch.cat([s.w.expand_as(x), x], 2), {"w": (6, 5)}),
+    "stack": (lambda s, x: torch.stack([x, s.w.expand_as(x)], 1), {"w": (5,)}),
+    "pos-slice": (lambda s, x: x + s.w[:, :6], {"w": (1, 9, 5)}),
+    "pos-transposed": (lambda s, x: x + s.w.T, {"w": (5, 6)}),
+    "weight-meets-self": (lambda s, x: x * s.w + x.square() * s.w + s.w, {"w": (5,)}),
+    "temperature": (lambda s, x: F.softmax(x / s.w.exp(), -1), {"w": (1,)}),
+    "metadata": (lambda s, x: x.view(-1, *s.w.shape) + s.w.to(x.dtype) * s.w.ndim / s.w.size(0), {"w": (6, 5)}),
+}  # fmt: skip
+for name, (forward, shapes) in DIRECT.items():
+    case(f"direct-{name}", lambda forward=forward, shapes=shapes: Fn(forward, **shapes), (B, 6, 5))
+case("direct-T-is-B", lambda: Fn(lambda s, x: x + s.w, w=(B, 5)), (B, B, 5))
+case("direct-batch-second", lambda: Fn(lambda s, x: x * s.w, w=(B, 1, 5)), (B, B, 5), batch_dim=1, options={"batch_dim": 1})
+
+# --- several uses of one parameter ---
+case("same-module-twice", lambda: Fn(lambda s, x: s.l(s.l(x).relu()), l=nn.Linear(5, 5)), (B, 5))
+case("same-module-twice-3d", lambda: Fn(lambda s, x: s.l(s.l(x).relu()), l=nn.Linear(5, 5)), (B, 6, 5))
+case("linear-on-2d-and-3d", lambda: Fn(lambda s, x: s.l(x) + s.l(x.mean(1)).unsqueeze(1), l=nn.Linear(5, 3)), (B, 6, 5))
+case("tied-transposed", lambda: Fn(lambda s, x: F.linear(F.linear(x, s.w).tanh(), s.w.t()), w=(3, 5)), (B, 6, 5))
+
+
+def _tied_modules() -> nn.Module:
+    model = Fn(lambda s, x: s.b(s.a(x).tanh()), a=nn.Linear(5, 5), b=nn.Linear(5, 5))
+    model.b.weight = model.a.weight
+    return model
+
+
+case("tied-modules", _tied_modules, (B, 6, 5))
+case("tied-embedding-head", lambda: Fn(lambda s, x: F.linear(s.l(s.e(x)).tanh(), s.e.weight), e=nn.Embedding(7, 3), l=nn.Linear(3, 3)),
+     ids(7, B, 5))  # fmt: skip
+case("tied-embedding-long", lambda: Fn(lambda s, x: F.linear(s.l(s.e(x)).tanh(), s.e.weight), e=nn.Embedding(3, 2), l=nn.Linear(2, 2)),
+     ids(3, B, 20))  # fmt: skip
+case("weight-and-arithmetic", lambda: Fn(lambda s, x: F.linear(x, s.w) * s.w.sum(1) + s.w.mean(), w=(3, 5)), (B, 6, 5))
+
+# --- complex numbers ---
+COMPLEX = torch.complex128
+
+
+def _complex(module: nn.Module) -> nn.Module:
+    for p in module.parameters():
+        p.data = torch.randn(p.shape, dtype=COMPLEX)
+    module.double = lambda: module  # type: ignore[method-assign]  (the table's cast would drop the imaginary parts)
+    return module
+
+
+def _z(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(shape, dtype=COMPLEX)
+
+
+case("complex-linear", lambda: _complex(nn.Linear(5, 3)), _z(B, 5))
+case("complex-linear-3d", lambda: _complex(nn.Linear(2, 3)), _z(B, 9, 2))
+case("complex-linear-short", lambda: _complex(nn.Linear(9, 8)), _z(B, 2, 9))
+case("complex-conv2d", lambda: _complex(nn.Conv2d(2, 3, 3)), _z(B, 2, 5, 5))
+case("complex-mul", lambda: _complex(Fn(lambda s, x: x * s.w + s.b, w=(5,), b=(5,))), _z(B, 6, 5))
+case("complex-einsum", lambda: _complex(Fn(lambda s, x: torch.einsum("bti,io->bto", x, s.w), w=(5, 3))), _z(B, 6, 5))
+case("complex-twice", lambda: _complex(Fn(lambda s, x: s.l(s.l(x)), l=nn.Linear(4, 4))), _z(B, 3, 4))
+
+BY_NAME = {c.name: c for c in CASES}
+assert len(BY_NAME) == len(CASES)
+ALL = [pytest.param(c, id=c.name) for c in CASES]
