@@ -1,7 +1,8 @@
 """The gradient of every sample in a batch, for any PyTorch model, and answers about them without building them."""
 
 from samplewise.errors import SamplesMixError, SamplewiseError, UnattributedError
+from samplewise.expanded_weights import call_for_per_sample_grads
 from samplewise.queries import Grads, capture
 
 __version__ = "0.1.0"
-__all__ = ["Grads", "SamplesMixError", "SamplewiseError", "UnattributedError", "capture"]
+__all__ = ["Grads", "SamplesMixError", "SamplewiseError", "UnattributedError", "call_for_per_sample_grads", "capture"]

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -72,7 +73,7 @@ class Tap(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
         with torch._C.DisableTorchFunction():
             kept = [t.detach() for t in ctx.saved_tensors[1:]]
-            if is_wanted(ctx.recorder):
+            if is_wanted(ctx.recorder.anchor_node):
                 for targets, factor_of, places in ctx.uses:
                     ctx.recorder.deliver(targets, factor_of(g, *(kept[i] for i in places)))
         return g, *[None] * (3 + ctx.num_kept)
@@ -93,14 +94,14 @@ class Gate(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
         with torch._C.DisableTorchFunction():
             _ = ctx.saved_tensors  # raises in a second backward
-            if is_wanted(ctx.recorder):
+            if is_wanted(ctx.recorder.anchor_node):
                 ctx.recorder.deliver(ctx.targets, ctx.factor_of(g))
         return (None,) * 5
 
 
-def is_wanted(recorder: Recorder) -> bool:
-    """Whether this backward is one that would fill `.grad`, and not `autograd.grad` for something else."""
-    if not torch._C._will_engine_execute_node(recorder.anchor_node):
+def is_wanted(leaf_node: Any) -> bool:
+    """Whether this backward is one that would fill the `.grad` of that leaf, and not `autograd.grad` for something else."""
+    if not torch._C._will_engine_execute_node(leaf_node):
         return False
     if torch.is_grad_enabled():
         raise UnattributedError(
@@ -236,16 +237,16 @@ class Intercept(TorchFunctionMode):
         for t, _ in weights:
             weight = ExpandedWeight(t, layout.num_samples, self.recorder.loss_reduction)
             weight.batch_first = axis == 0
-            weight.deliver = self._deliver_dense(self.weights.targets(t))
+            weight.deliver = self._deliver_dense(self.weights.targets(t), get_gradient_edge(weight).node)
             expanded[id(t)] = weight
         values = [expanded.get(id(a), a) for a in (*args, *kwargs.values())]
         y = FOREIGN[func].apply(tuple(kwargs), func, *values)
         self._mark(Call(name, func, args, kwargs, y, data))
         return y
 
-    def _deliver_dense(self, targets: Targets) -> Callable[[Tensor], None]:
+    def _deliver_dense(self, targets: Targets, leaf_node: Any) -> Callable[[Tensor], None]:
         def deliver(G: Tensor) -> None:
-            if is_wanted(self.recorder):
+            if is_wanted(leaf_node):
                 self.recorder.deliver(targets, Dense(G))
 
         return deliver

@@ -15,10 +15,15 @@ def wide(t: Tensor) -> Tensor:
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
 
 
+def flat(t: Tensor) -> Tensor:
+    """`t` as [B, everything else]."""
+    return t.flatten(1) if t.ndim > 1 else t.unsqueeze(1)
+
+
 def square_sums(t: Tensor) -> Tensor:
     """sum of |t|² over all but the first dimension, shape [B]."""
     t = torch.view_as_real(t) if t.is_complex() else wide(t)
-    return t.square().reshape(len(t), -1).sum(1)
+    return flat(t.square()).sum(1)
 
 
 class Factor(ABC):
@@ -77,7 +82,7 @@ class Factor(ABC):
         parts = []
         for _, part in self.chunks():
             G = wide(part.materialize())
-            parts.append(_real(G.reshape(len(G), -1) @ direction.to(G.dtype).conj().flatten()))
+            parts.append(_real(flat(G) @ direction.to(G.dtype).conj().flatten()))
         return torch.cat(parts)
 
     def inner(self, other: "Factor") -> Tensor:
@@ -85,7 +90,7 @@ class Factor(ABC):
         parts = []
         for samples, part in self.chunks():
             product = wide(part.materialize()).conj() * wide(other.select(samples).materialize())
-            parts.append(_real(product).reshape(len(product), -1).sum(1))
+            parts.append(flat(_real(product)).sum(1))
         return torch.cat(parts)
 
     def joined(self, other: "Factor") -> "Factor | None":
