@@ -162,7 +162,7 @@ def forward_helper(func: Callable, expanded_args: tuple, expanded_kwargs: dict[s
 
     The first argument must be the input, a tensor with its samples along dimension 0 (or 1 for weights that say so).
     """
-    input, name = expanded_args[0], func.__name__
+    input, name = expanded_args[0], getattr(func, "__name__", repr(func))
     if isinstance(input, ExpandedWeight):
         raise RuntimeError(f"{name} got an ExpandedWeight as its input; the input must be a tensor of data")
     if not isinstance(input, Tensor):

@@ -72,17 +72,16 @@ def flow(call: Call) -> Mark | None:
 def _flow_of_mixed(call: Call, handler: Handler | None) -> Mark:
     """A loss stays a weighted sum of its samples under sums, and under products with what needs no gradient."""
     mixed = [mark for _, mark in call.marks if isinstance(mark, Mixed)]
-    learning = [mark for t, mark in call.marks if t.requires_grad]
-    first = mixed[0]
-    if not all(isinstance(mark, Mixed) and mark.linear for mark in learning):
-        return Mixed(first.op)
-    if call.name in LINEAR or handler in (reshaped, permuted, indexed_along, indexed, expanded, concatenated):
-        return Mixed(first.op, linear=True, even=all(mark.even for mark in mixed))
-    if call.name in ("sum", "mean"):
-        return Mixed(first.op, linear=True, even=first.even)
-    if call.name in SCALING and len(learning) <= 1 and not (call.name in DIVIDING and learning[1:]):
-        return Mixed(first.op, linear=True, even=len(mixed) == 1 and first.even)
-    return Mixed(first.op)
+    learning = [t for t, _ in call.marks if t.requires_grad]
+    nonlinear = Mixed(mixed[0].op)
+    if len(mixed) != len(call.marks) or not all(mark.linear for mark in mixed):
+        return nonlinear  # a statistic of the batch goes back into its samples
+    if call.name in LINEAR or call.name in ("sum", "mean") or handler in MOVES:
+        return Mixed(mixed[0].op, linear=True, even=all(mark.even for mark in mixed))
+    numerator = call.marks[0][0] if call.name in DIVIDING else None
+    if call.name in SCALING and len(learning) <= 1 and (numerator is None or not learning or learning[0] is numerator):
+        return Mixed(mixed[0].op, linear=True, even=len(mixed) == 1 and mixed[0].even)
+    return nonlinear
 
 
 # --- ids of several tensors ------------------------------------------------------------------------------------------
@@ -462,6 +461,10 @@ LOSSES = (
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
     "soft_margin_loss poisson_nll_loss"
 )
+
+
+MOVES = (reshaped, permuted, expanded, repeated, indexed_along, indexed, concatenated)
+"""Handlers of ops that only move elements."""
 
 
 def unmarked(call: Call) -> None:

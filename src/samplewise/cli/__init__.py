@@ -1,0 +1,1 @@
+"""`samplewise` on the command line; its packages come with the extra: pip install 'samplewise[cli]'."""

@@ -1,0 +1,63 @@
+"""What the demo shows on the terminal: a progress bar, the table of results, and where the page is."""
+
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from samplewise.cli.demo import CHANCE, Epoch, Findings, findings, flipped_digits, in_words, small_cnn, training
+from samplewise.cli.report import cells, headings, page
+
+
+def show_demo(*, flipped: float, seed: int, epochs: int, output: Path) -> None:
+    """Runs the demo on the terminal and writes its page to `output`."""
+    console, start = Console(), time.perf_counter()
+    generator = torch.Generator().manual_seed(seed)
+    digits = flipped_digits(fraction=flipped, generator=generator)
+    k = int(digits.is_flipped.sum())
+    console.print(
+        f"{len(digits.x):,} digits to train on, {k} with a flipped label; a small CNN, {epochs} epochs, seed {seed}"
+    )
+    model = small_cnn(seed=seed)
+    history: list[Epoch] = []
+    with progress_bar(console) as bar:
+        task = bar.add_task("training", total=epochs, loss=float("nan"), accuracy=float("nan"))
+        for epoch in training(model, digits, epochs=epochs, generator=generator):
+            history.append(epoch)
+            bar.update(task, advance=1, loss=epoch.loss, accuracy=epoch.accuracy)
+    found = findings(model, digits, history)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    seconds = time.perf_counter() - start
+    output.write_text(page(found, seed=seed, epochs=epochs, seconds=seconds), encoding="utf-8")
+    console.print(results(found))
+    for sentence in in_words(found):
+        console.print(sentence, highlight=False)
+    console.print(f"\nThe page: {output.resolve()}", soft_wrap=True, highlight=False, markup=False)
+    console.print(f"Took {time.perf_counter() - start:.1f} s", highlight=False)
+
+
+def progress_bar(console: Console) -> Progress:
+    """A bar with the loss and the test accuracy of the last epoch beside it."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}  test accuracy {task.fields[accuracy]:.1%}"),
+        TimeElapsedColumn(),
+        console=console,
+    )
+
+
+def results(found: Findings) -> Table:
+    """The table of results, a row a ranking."""
+    first, *others = headings(found.qualities[CHANCE].num_wanted)
+    table = Table(title="Flipped labels found, by ranking", title_justify="left")
+    table.add_column(first)
+    for heading in others:
+        table.add_column(heading, justify="right")
+    for name, quality in found.qualities.items():
+        table.add_row(*cells(name, quality), style="dim" if name == CHANCE else None)
+    return table
