@@ -43,7 +43,8 @@ class Capture:
         self.model = model
         self.batch_size, self.batch_dim, self.loss_reduction = batch_size, batch_dim, loss_reduction
         self.parameters, self._aliases = captured_parameters(model, params, exclude)
-        self.weights, self.marks = Weights(self.parameters), Marks()
+        self.weights = Weights(self.parameters)
+        self.marks: Marks[Mark] = Marks()
         self.anchor = torch.zeros((), requires_grad=True)
         self.anchor_node = get_gradient_edge(self.anchor).node
         self._factors: dict[str, list[Factor]] = {}

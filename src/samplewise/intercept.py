@@ -3,7 +3,7 @@
 import types
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class Recorder(Protocol):
     """What receives the factors, as `capture.Capture` does."""
 
     weights: Weights
-    marks: Marks
+    marks: Marks[Mark]
     loss_reduction: str
     anchor: Tensor
     """A leaf that every tap and gate hangs on, so that results need a gradient although the weights under them do not."""
@@ -277,7 +277,7 @@ class Intercept(TorchFunctionMode):
             self._refuse(name, next(mark for _, mark in data if not isinstance(mark, Layout)), weights)
         return layouts
 
-    def _refuse(self, name: str, mark: Mark | None, weights: list) -> None:
+    def _refuse(self, name: str, mark: Mark | Several | None, weights: list) -> NoReturn:
         names = sorted(frozenset().union(*(weight.roots for _, weight in weights)))
         leave_out = f"leave the parameter out: capture(model, exclude={names})"
         if isinstance(mark, Mixed) and mark.linear:

@@ -3,6 +3,7 @@
 import weakref
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -125,17 +126,20 @@ class Lost:
 Mark = Layout | Mixed | Lost
 
 
-class Marks:
+M = TypeVar("M")
+
+
+class Marks(Generic[M]):
     """Marks by tensor identity, dropped when the tensor dies."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[Tensor], object]] = {}
+        self._entries: dict[int, tuple[weakref.ref[Tensor], M]] = {}
 
-    def get(self, t: Tensor):
+    def get(self, t: Tensor) -> M | None:
         entry = self._entries.get(id(t))
         return entry[1] if entry is not None and entry[0]() is t else None
 
-    def set(self, t: Tensor, mark: object) -> None:
+    def set(self, t: Tensor, mark: M) -> None:
         key, entries = id(t), self._entries
 
         def forget(ref: weakref.ref) -> None:

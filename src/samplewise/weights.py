@@ -31,7 +31,7 @@ class Weights:
 
     def __init__(self, parameters: dict[str, Tensor]):
         self.parameters = parameters
-        self._known = Marks()
+        self._known: Marks[Weight] = Marks()
         self._name_of_node = {}
         for name, parameter in parameters.items():
             self._known.set(parameter, Weight(frozenset([name]), lambda factor: factor))

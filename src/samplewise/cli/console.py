@@ -8,19 +8,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from samplewise.cli.demo import CHANCE, Epoch, Findings, findings, flipped_digits, in_words, small_cnn, training
-from samplewise.cli.report import cells, headings, page
+from samplewise.cli.demo import CHANCE, Epoch, Findings, findings, flipped_digits, small_cnn, training
+from samplewise.cli.report import demo_page
+from samplewise.cli.results import cells, headings, in_words
 
 
 def show_demo(*, flipped: float, seed: int, epochs: int, output: Path) -> None:
     """Runs the demo on the terminal and writes its page to `output`."""
     console, start = Console(), time.perf_counter()
+    output.parent.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     digits = flipped_digits(fraction=flipped, generator=generator)
-    k = int(digits.is_flipped.sum())
-    console.print(
-        f"{len(digits.x):,} digits to train on, {k} with a flipped label; a small CNN, {epochs} epochs, seed {seed}"
-    )
+    console.print(f"{len(digits.x):,} digits to train on, {digits.num_flipped} of them with a flipped label; seed {seed}")
     model = small_cnn(seed=seed)
     history: list[Epoch] = []
     with progress_bar(console) as bar:
@@ -29,12 +28,11 @@ def show_demo(*, flipped: float, seed: int, epochs: int, output: Path) -> None:
             history.append(epoch)
             bar.update(task, advance=1, loss=epoch.loss, accuracy=epoch.accuracy)
     found = findings(model, digits, history)
-    output.parent.mkdir(parents=True, exist_ok=True)
     seconds = time.perf_counter() - start
-    output.write_text(page(found, seed=seed, epochs=epochs, seconds=seconds), encoding="utf-8")
+    output.write_text(demo_page(found, seed=seed, epochs=epochs, seconds=seconds), encoding="utf-8")
     console.print(results(found))
-    for sentence in in_words(found):
-        console.print(sentence, highlight=False)
+    for remark in in_words(found):
+        console.print(remark, highlight=False)
     console.print(f"\nThe page: {output.resolve()}", soft_wrap=True, highlight=False, markup=False)
     console.print(f"Took {time.perf_counter() - start:.1f} s", highlight=False)
 

@@ -33,6 +33,10 @@ class Digits:
     validation: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
 
+    @property
+    def num_flipped(self) -> int:
+        return int(self.is_flipped.sum())
+
 
 @dataclass(frozen=True)
 class Epoch:
@@ -145,18 +149,5 @@ def findings(model: nn.Module, digits: Digits, history: list[Epoch]) -> Findings
     scores = {name: torch.stack([epoch.scores[name] for epoch in history]).mean(0) for name in history[0].scores}
     orders = {name: ranked(score) for name, score in scores.items()}
     qualities = {name: quality(order, digits.is_flipped) for name, order in orders.items()}
-    qualities[CHANCE] = chance(len(digits.x), int(digits.is_flipped.sum()))
+    qualities[CHANCE] = chance(len(digits.x), digits.num_flipped)
     return Findings(digits, history[-1].accuracy, scores, orders, qualities, predictions(model, digits.x))
-
-
-def in_words(found: Findings) -> list[str]:
-    """What was seen, in two sentences that hold whatever the numbers are."""
-    by_norm, against, by_loss, by_chance = (found.qualities[name] for name in (NORM, AGAINST, LOSS, CHANCE))
-    k = by_norm.num_wanted
-    return [
-        f"Of the {k} training rows with the largest gradient norms {by_norm.found:.0f} carry a flipped label, and of the "
-        f"{k} with the largest loss {by_loss.found:.0f}; {k} rows picked at random hold {by_chance.found:.1f} on average. "
-        "This is one draw: a few rows more or less between two rankings mean little.",
-        f"Of the {k} rows whose gradients pull hardest against the validation gradient {against.found:.0f} are flipped. "
-        "That ranking asks which rows raise the loss on clean rows, which is another question than which labels are wrong.",
-    ]

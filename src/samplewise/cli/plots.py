@@ -5,9 +5,9 @@ from io import BytesIO
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import imsave
+from matplotlib.ticker import NullFormatter
 from torch import Tensor
 
 from samplewise.cli.demo import NORM, Findings
@@ -31,31 +31,36 @@ DASHES = ("solid", (0, (5, 1.5)), (0, (1.5, 1)))
 
 
 def recall_plot(found: Findings, theme: Theme) -> bytes:
-    """Recall of the flipped labels against rows inspected, a curve a ranking, with the line of chance."""
-    figure, axes = _axes(theme)
-    N, k = len(found.digits.x), int(found.digits.is_flipped.sum())
-    for (name, order), colour, dashes in zip(found.orders.items(), theme.curves, DASHES, strict=True):
-        axes.plot(100 * recall_curve(order, found.digits.is_flipped).numpy(), color=colour, ls=dashes, lw=2, label=name)
-    axes.plot([0, N], [0, 100], color=theme.ink, lw=1, alpha=0.55, label="chance")
-    axes.axvline(k, color=theme.ink, lw=0.8, ls=":")
-    axes.annotate(f"{k} rows", (k, 2), xytext=(4, 0), textcoords="offset points", color=theme.ink, fontsize=8)
-    axes.set(xlabel="training rows inspected, most suspicious first", ylabel="flipped labels found (%)")
-    axes.set(xlim=(0, N), ylim=(0, 103))
-    axes.legend(loc="lower right", frameon=False, labelcolor=theme.ink)
+    """Recall of the flipped labels against rows inspected, a curve a ranking and one for chance; the top, then all."""
+    figure = Figure(figsize=(10, 3.8), dpi=160, layout="constrained")
+    N, k = len(found.digits.x), found.digits.num_flipped
+    for place, last in ((1, min(3 * k, N)), (2, N)):
+        axes = _axes(figure, theme, place=place, of=2)
+        for (name, order), colour, dashes in zip(found.orders.items(), theme.curves, DASHES, strict=True):
+            axes.plot(100 * recall_curve(order, found.digits.is_flipped).numpy(), color=colour, ls=dashes, lw=2, label=name)
+        axes.plot([0, N], [0, 100], color=theme.ink, lw=1, alpha=0.6, label="chance")
+        axes.axvline(k, color=theme.ink, lw=0.8, ls=":")
+        axes.set(xlim=(0, last), ylim=(0, 103), xlabel=f"training rows inspected, up to {last:,} of {N:,}")
+        if place == 1:
+            axes.set_ylabel("flipped labels found (%)")
+            axes.annotate(f"{k} rows", (k, 2), xytext=(4, 0), textcoords="offset points", color=theme.ink)
+        else:
+            axes.legend(loc="lower right", frameon=False, labelcolor=theme.ink)
     return _png(figure)
 
 
 def norm_histogram(found: Findings, theme: Theme) -> bytes:
-    """How many clean and how many flipped rows have a gradient norm in each range; both axes are logarithmic."""
-    figure, axes = _axes(theme)
+    """How many clean and how many flipped rows have a gradient norm in each range of a logarithmic axis."""
+    figure = Figure(figsize=(10, 3), dpi=160, layout="constrained")
+    axes = _axes(figure, theme, place=1, of=1)
     norms, is_flipped = found.scores[NORM].clamp_min(1e-6), found.digits.is_flipped
-    edges = np.geomspace(norms.min().item(), norms.max().item() * 1.001, 41)
+    edges = np.geomspace(norms.min().item(), norms.max().item() * 1.001, 61).tolist()
     for name, rows, colour in (("clean", ~is_flipped, theme.clean), ("flipped", is_flipped, theme.flipped)):
-        axes.hist(
-            norms[rows].numpy(), bins=edges.tolist(), color=colour, alpha=0.8, label=f"{name} ({int(rows.sum())} rows)"
-        )
-    axes.set(xscale="log", yscale="log", xlabel="gradient norm, mean over the epochs", ylabel="training rows")
-    axes.legend(loc="upper left", frameon=False, labelcolor=theme.ink)
+        axes.hist(norms[rows].numpy(), bins=edges, color=colour, alpha=0.8, label=f"{name} ({int(rows.sum()):,} rows)")
+    axes.set(xscale="log", xlabel="gradient norm, mean over the epochs", ylabel="training rows")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.legend(loc="upper left", bbox_to_anchor=(0, 1.16), ncols=2, frameon=False, labelcolor=theme.ink)
     return _png(figure)
 
 
@@ -66,10 +71,8 @@ def digit_image(image: Tensor) -> bytes:
     return data.getvalue()
 
 
-def _axes(theme: Theme) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(6.4, 4.0), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+def _axes(figure: Figure, theme: Theme, *, place: int, of: int) -> Axes:
+    axes = figure.add_subplot(1, of, place)
     axes.set_facecolor("none")
     axes.grid(color=theme.faint, lw=0.6)
     axes.set_axisbelow(True)
@@ -78,7 +81,7 @@ def _axes(theme: Theme) -> tuple[Figure, Axes]:
     axes.tick_params(which="both", color=theme.faint, labelcolor=theme.ink)
     axes.xaxis.label.set_color(theme.ink)
     axes.yaxis.label.set_color(theme.ink)
-    return figure, axes
+    return axes
 
 
 def _png(figure: Figure) -> bytes:

@@ -39,7 +39,7 @@ class ExpandedWeight(Tensor):
         self.batch_first, self.allow_smaller_batches = True, False
         self.deliver = None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def set_batch_first(self, is_batch_first: bool = True) -> None:
         self.batch_first = is_batch_first

@@ -101,7 +101,8 @@ def instance_norm(
             normalised = (wide(x) - mean.reshape(shape)) * (var.reshape(shape) + eps).rsqrt()
             return per_channel(normalised * wide(g), images)
 
-        assert running_mean is not None and running_var is not None
+        assert running_mean is not None
+        assert running_var is not None
         meeting.use(weight, scale_by_running, keep=(input, running_mean, running_var))
         return F.instance_norm(
             input, running_mean, running_var, meeting.plain(weight), meeting.plain(bias), False, momentum, eps

@@ -1,0 +1,141 @@
+"""How the samples flow through an op: from the marks of its arguments to the marks of its results.
+
+Ops that only move elements are applied to the sample ids themselves, so that views, permutations and indexing need no
+rules of their own. Ops are known by name, one name for `torch.add`, `Tensor.add_` and `+`. What is not known is `Lost`,
+and refused where it meets a parameter.
+"""
+
+import torch
+from torch import Tensor
+
+from samplewise.flow.call import Call, Handler, Several, aligned, elementwise, op_name
+from samplewise.flow.meets import (
+    along_dim,
+    attention,
+    class_loss,
+    contracted,
+    embedded,
+    images,
+    last_dims,
+    loss,
+    one_hot,
+    padded,
+    reduction,
+)
+from samplewise.flow.moves import concatenated, expanded, indexed, indexed_along, permuted, repeated, reshaped
+from samplewise.samples import Lost, Mark, Mixed
+
+__all__ = ["ELEMENTWISE", "Call", "Several", "aligned", "flow", "op_name"]
+
+
+def flow(call: Call) -> Mark | Several | None:
+    """The mark of the call's results."""
+    marks = [mark for _, mark in call.marks]
+    if any(isinstance(mark, Lost) for mark in marks):
+        return next(mark for mark in marks if isinstance(mark, Lost))
+    handler = HANDLERS.get(call.name)
+    if any(isinstance(mark, Mixed) for mark in marks):
+        return _flow_of_mixed(call, handler)
+    if isinstance(call.out, Tensor) and marks[0].num_samples == 1:  # type: ignore[union-attr]
+        return call.layout(torch.zeros([1] * call.out.ndim, dtype=torch.long))
+    return handler(call) if handler else Lost(call.name)
+
+
+def _flow_of_mixed(call: Call, handler: Handler | None) -> Mark:
+    """A loss stays a weighted sum of its samples under sums, and under products with what needs no gradient."""
+    mixed = [mark for _, mark in call.marks if isinstance(mark, Mixed)]
+    learning = [t for t, _ in call.marks if t.requires_grad]
+    nonlinear = Mixed(mixed[0].op)
+    if len(mixed) != len(call.marks) or not all(mark.linear for mark in mixed):
+        return nonlinear  # a statistic of the batch goes back into its samples
+    if call.name in LINEAR or call.name in ("sum", "mean") or handler in MOVES:
+        return Mixed(mixed[0].op, linear=True, even=all(mark.even for mark in mixed))
+    numerator = call.marks[0][0] if call.name in DIVIDING else None
+    if call.name in SCALING and len(learning) <= 1 and (numerator is None or not learning or learning[0] is numerator):
+        return Mixed(mixed[0].op, linear=True, even=len(mixed) == 1 and mixed[0].even)
+    return nonlinear
+
+
+LINEAR = set(
+    "add radd iadd sub rsub isub neg pos clone contiguous to float double half bfloat16 type view_as detach cuda cpu "
+    "requires_grad squeeze unsqueeze alias retain_grad".split()
+)
+"""Elementwise ops that keep a weighted sum a weighted sum."""
+DIVIDING = set("div truediv itruediv true_divide divide".split())
+SCALING = DIVIDING | set("mul rmul imul multiply".split())
+
+ELEMENTWISE = (
+    LINEAR
+    | SCALING
+    | set(
+        "abs absolute acos acosh addcdiv addcmul alpha_dropout and angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh "
+        "asin asinh atan atan2 atanh bernoulli bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift "
+        "bitwise_xor bool byte ceil celu char clamp clamp_max clamp_min clip complex conj conj_physical copy copysign cos cosh "
+        "deg2rad digamma dropout elu empty_like eq erf erfc erfinv exp exp2 expm1 feature_alpha_dropout feature_dropout fill "
+        "float_power floor floor_divide floordiv fmax fmin fmod frac full_like gcd ge gelu greater greater_equal gt hardshrink "
+        "hardsigmoid hardswish hardtanh heaviside hypot iand idiv ifloordiv ilshift imag imod int invert ior ipow irshift "
+        "isclose isfinite isinf isnan isneginf isposinf isreal ixor ldexp le leaky_relu lerp less less_equal lgamma log log10 "
+        "log1p log2 log_sigmoid logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit logsigmoid long lt "
+        "masked_fill maximum minimum mish mod mul_ nan_to_num native_dropout ne negative nextafter not not_equal ones_like or "
+        "polar positive pow rad2deg rand_like randn_like rdiv real reciprocal relu relu6 remainder resolve_conj resolve_neg "
+        "rfloordiv rmod round rpow rrelu rrelu_with_noise rsqrt rtruediv selu sgn short sigmoid sign signbit silu sin sinc sinh "
+        "softplus softshrink sqrt square subtract tan tanh tanhshrink threshold tril triu trunc type_as view_as_real_ where "
+        "xlogy xor zero zeros_like".split()
+    )
+)
+
+RESHAPED = "view reshape flatten unflatten ravel reshape_as unsafe_view squeeze unsqueeze atleast_1d atleast_2d atleast_3d"
+PERMUTED = "permute transpose swapaxes swapdims movedim moveaxis t T mT H mH adjoint"
+INDEXED_ALONG = (
+    "select narrow chunk split split_with_sizes tensor_split unbind index_select flip roll repeat_interleave unfold"
+)
+REDUCTIONS = (
+    "sum mean prod amax amin max min argmax argmin any all logsumexp norm linalg_norm linalg_vector_norm var std var_mean "
+    "std_mean median nanmean nansum nanmedian count_nonzero mode kthvalue aminmax"
+)
+ALONG_DIM = "softmax log_softmax cumsum cumprod cummax cummin logcumsumexp sort argsort topk glu"
+IMAGES = (
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d max_pool1d max_pool2d max_pool3d avg_pool1d "
+    "avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d "
+    "adaptive_max_pool2d adaptive_max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices "
+    "batch_norm group_norm instance_norm upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d "
+    "upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d pixel_shuffle pixel_unshuffle channel_shuffle prelu "
+    "grid_sampler"
+)
+LOSSES = (
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
+    "soft_margin_loss poisson_nll_loss"
+)
+
+
+MOVES = (reshaped, permuted, expanded, repeated, indexed_along, indexed, concatenated)
+"""Handlers of ops that only move elements."""
+
+
+def unmarked(call: Call) -> None:
+    """Results that do not depend on the data: fresh tensors, shapes."""
+    return None
+
+
+HANDLERS: dict[str, Handler] = {
+    **dict.fromkeys(ELEMENTWISE, elementwise),
+    **dict.fromkeys(RESHAPED.split(), reshaped),
+    **dict.fromkeys(PERMUTED.split(), permuted),
+    **dict.fromkeys(["expand", "expand_as", "broadcast_to"], expanded),
+    **dict.fromkeys(["repeat", "tile"], repeated),
+    **dict.fromkeys(INDEXED_ALONG.split(), indexed_along),
+    **dict.fromkeys(REDUCTIONS.split(), reduction),
+    **dict.fromkeys(ALONG_DIM.split(), along_dim),
+    **dict.fromkeys(IMAGES.split(), images),
+    **dict.fromkeys(LOSSES.split(), loss),
+    **dict.fromkeys(["cross_entropy_loss", "nll_loss", "nll_loss_nd"], class_loss),
+    **dict.fromkeys(["cat", "concat", "concatenate", "stack"], concatenated),
+    **dict.fromkeys("matmul mm bmm mv addmm baddbmm addmv einsum linear".split(), contracted),
+    **dict.fromkeys(["layer_norm", "rms_norm"], last_dims),
+    **dict.fromkeys("new_zeros new_ones new_full new_empty new_tensor".split(), unmarked),
+    "getitem": indexed,
+    "pad": padded,
+    "embedding": embedded,
+    "one_hot": one_hot,
+    "scaled_dot_product_attention": attention,
+}

@@ -1,0 +1,92 @@
+"""One op call, and what all handlers of calls share."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samplewise.samples import NO_SAMPLE, Layout, Mark, Mixed
+
+
+@dataclass
+class Call:
+    """One op call: its arguments, its first result, and the marks of the tensors among its arguments."""
+
+    name: str
+    func: Callable
+    args: tuple
+    kwargs: dict[str, Any]
+    out: Any
+    marks: list[tuple[Tensor, Mark]]
+    """The marked tensors among the arguments, in their order."""
+
+    def arg(self, position: int, name: str, default: Any = None) -> Any:
+        return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
+
+    @property
+    def subject(self) -> tuple[Tensor, Layout]:
+        """The first marked tensor."""
+        tensor, mark = self.marks[0]
+        assert isinstance(mark, Layout)
+        return tensor, mark
+
+    def layout(self, ids: Tensor) -> Layout:
+        return Layout(ids, self.subject[1].num_samples)
+
+    def mixed(self, **kwargs: bool) -> Mixed:
+        return Mixed(self.name, **kwargs)
+
+
+class Several(list):
+    """One mark for each of several results (chunk, split, unbind of the sample dimension)."""
+
+
+Handler = Callable[[Call], Mark | Several | None]
+"""call → the mark of its results, one for all or Several."""
+
+
+def op_name(func: Callable) -> str:
+    """The op's plain name: `add` for `torch.add`, `Tensor.add_`, `Tensor.__add__` and `torch.ops.aten.add.Tensor`."""
+    name = getattr(func, "__name__", type(func).__name__)
+    if name in ("__get__", "__set__"):
+        name = func.__self__.__name__  # type: ignore[attr-defined]
+    return name.split(".")[0].strip("_")
+
+
+def aligned(ids: Tensor, ndim: int) -> Tensor:
+    """ids with leading dimensions of size 1, as broadcasting adds them."""
+    return ids.reshape((1,) * (ndim - ids.ndim) + ids.shape) if ids.ndim < ndim else ids
+
+
+def merged(call: Call, all_ids: Iterable[Tensor]) -> Mark:
+    """The ids that broadcast tensors have in common; Mixed where two samples meet in one element."""
+    first, *rest = all_ids
+    for ids in rest:
+        if ids is first:
+            continue
+        try:
+            left, right = torch.broadcast_tensors(first, ids)
+        except RuntimeError:
+            return call.mixed()
+        if not bool(((left == right) | (left == NO_SAMPLE) | (right == NO_SAMPLE)).all()):
+            return call.mixed()
+        first = torch.where(left == NO_SAMPLE, right, left) if bool((left == NO_SAMPLE).any()) else left
+    return call.layout(first)
+
+
+def compressed(ids: Tensor) -> Tensor:
+    """ids with every dimension along which the sample does not change cut to size 1."""
+    for d in range(ids.ndim):
+        if ids.shape[d] > 1 and (ids.stride(d) == 0 or bool((ids == ids.narrow(d, 0, 1)).all())):
+            ids = ids.narrow(d, 0, 1)
+    return ids
+
+
+def elementwise(call: Call) -> Mark:
+    tensor, layout = call.subject
+    ndim = call.out.ndim
+    if all(mark is layout for _, mark in call.marks) and tensor.ndim == ndim:
+        return layout
+    return merged(call, [aligned(mark.ids, ndim) for _, mark in call.marks if isinstance(mark, Layout)])

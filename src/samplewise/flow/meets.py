@@ -1,0 +1,139 @@
+"""Ops in which elements meet: within a sample it stays that sample, across samples they mix."""
+
+import torch
+from torch import Tensor
+
+from samplewise.contraction import along, operands
+from samplewise.flow.call import Call, aligned, elementwise, merged
+from samplewise.samples import Layout, Lost, Mark
+
+
+def reduction(call: Call) -> Mark:
+    """Sums, maxima, norms: along dimensions of one sample they keep it, across samples they mix."""
+    tensor, layout = call.subject
+    if len(call.marks) > 1 or isinstance(call.arg(1, "other"), Tensor):
+        return elementwise(call)  # torch.max(x, y)
+    dims = _reduced_dims(call, tensor)
+    if any(layout.ids.shape[d] != 1 for d in dims):
+        counts = torch.bincount((layout.ids.flatten() + 1).clamp(min=0), minlength=layout.num_samples + 1)
+        even = bool((counts[1:] == counts[-1]).all()) and int(counts[0]) == 0
+        return call.mixed(linear=call.name in ("sum", "mean", "nansum"), even=even and call.name != "nansum")
+    keep = [d for d in range(tensor.ndim) if d not in dims]
+    ids = layout.ids if call.out.ndim == tensor.ndim else layout.ids.reshape([layout.ids.shape[d] for d in keep])
+    return call.layout(ids)
+
+
+def _reduced_dims(call: Call, tensor: Tensor) -> list[int]:
+    position = 2 if call.name in ("norm", "linalg_vector_norm", "linalg_norm", "kthvalue") else 1
+    dim = call.arg(position, "dim", call.kwargs.get("axis"))
+    if dim is None or isinstance(dim, bool | torch.dtype) or (isinstance(dim, list | tuple) and not dim):
+        return list(range(tensor.ndim))
+    return [d % max(1, tensor.ndim) for d in (dim if isinstance(dim, list | tuple) else [dim])]
+
+
+def along_dim(call: Call) -> Mark:
+    """Softmax, cumulative sums, sorting: every element along one dimension meets the others."""
+    tensor, layout = call.subject
+    dim = call.arg(2 if call.name == "topk" else 1, "dim", -1)
+    if isinstance(dim, bool):
+        dim = -1
+    return call.mixed() if layout.ids.shape[dim % max(1, tensor.ndim)] != 1 else layout
+
+
+def last_dims(call: Call) -> Mark:
+    """Ops that mix the last dimensions alone: layer norms, and glu along its own dimension."""
+    tensor, layout = call.subject
+    shape = call.arg(1, "normalized_shape", ())
+    num = len(shape) if isinstance(shape, list | tuple | torch.Size) else 1
+    if any(d >= tensor.ndim - num for d in layout.dims):
+        return call.mixed()
+    return layout
+
+
+def images(call: Call) -> Mark:
+    """Ops on [N, C, *spatial]: each row of N is handled alone."""
+    tensor, layout = call.subject
+    rank = next((int(c) for c in reversed(call.name) if c in "123"), call.out.ndim - 2)
+    if tensor.ndim != rank + 2 or layout.dims not in ((0,), ()):
+        return call.mixed()
+    if call.name == "batch_norm" and call.arg(5, "training", False):
+        return call.mixed()
+    ids = layout.ids.reshape([layout.ids.shape[0]] + [1] * (call.out.ndim - 1))
+    return merged(call, [ids] + [m.ids for t, m in call.marks[1:] if isinstance(m, Layout) and m.dims == (0,) and t.ndim])
+
+
+def padded(call: Call) -> Mark:
+    tensor, layout = call.subject
+    pad = call.arg(1, "pad")
+    touched = {tensor.ndim - 1 - k // 2 for k, size in enumerate(pad) if size}
+    return Lost(call.name) if touched & set(layout.dims) else layout
+
+
+def embedded(call: Call) -> Mark:
+    """One more dimension than the ids have."""
+    tensor, layout = call.subject
+    if tensor.is_floating_point() or len(call.marks) > 1:  # the table itself depends on the batch
+        return Lost(call.name)
+    return call.layout(layout.ids.unsqueeze(-1))
+
+
+def one_hot(call: Call) -> Mark:
+    return call.layout(call.subject[1].ids.unsqueeze(-1))
+
+
+def attention(call: Call) -> Mark:
+    """Queries, keys and values of one sample meet; samples lie along leading dimensions."""
+    ndim = call.out.ndim
+    if any(d >= t.ndim - 2 for t, mark in call.marks if isinstance(mark, Layout) for d in mark.dims):
+        return Lost(call.name)
+    return merged(call, [aligned(mark.ids, ndim) for _, mark in call.marks if isinstance(mark, Layout)])
+
+
+def loss(call: Call) -> Mark:
+    """Losses element by element, or summed up over all."""
+    tensor, _ = call.subject
+    if call.out.ndim == 0 and tensor.ndim > 0:
+        return call.mixed(linear=True, even=True)
+    return elementwise(call)
+
+
+def class_loss(call: Call) -> Mark:
+    """Cross entropy: the class dimension goes; a mean over rows that do not all count gives samples unequal weight."""
+    tensor, layout = call.subject
+    if tensor is not call.args[0]:
+        return Lost(call.name)
+    class_dim = 1 if tensor.ndim > 1 else 0
+    if class_dim in layout.dims:
+        return call.mixed()
+    target, weight = call.args[1], call.arg(2, "weight")
+    if call.out.ndim == 0 and tensor.ndim > 1:
+        mean = call.arg(3, "reduction", 1) == 1
+        uneven = mean and (weight is not None or _ignores(call, target))
+        return call.mixed(linear=True, even=not uneven)
+    return call.layout(layout.ids.squeeze(class_dim))
+
+
+def _ignores(call: Call, target: Tensor) -> bool:
+    if target.is_floating_point():
+        return False
+    return bool((target == call.arg(4, "ignore_index", -100)).any())
+
+
+def contracted(call: Call) -> Mark:
+    """Products: samples must lie along dimensions that the result keeps."""
+    found = operands(call.name, call.args, call.kwargs)
+    if found is None:
+        return Lost(call.name)
+    letters, tensors = found
+    layouts = {id(t): mark for t, mark in call.marks if isinstance(mark, Layout)}
+    all_ids = []
+    for term, tensor in zip(letters.terms, tensors, strict=True):
+        layout = layouts.get(id(tensor))
+        if layout is None:
+            continue
+        if any(term[d] not in letters.out for d in layout.dims):
+            return call.mixed()
+        all_ids.append(along(layout.ids, term, letters.out))
+    factors = {id(t) for t in tensors}
+    added = [layout for key, layout in layouts.items() if key not in factors]  # addmm's input, a bias
+    return merged(call, all_ids + [aligned(layout.ids, len(letters.out)) for layout in added])

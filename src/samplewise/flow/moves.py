@@ -1,0 +1,148 @@
+"""Ops that only move elements: what they do to a tensor they do to its sample ids."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samplewise.flow.call import Call, Several, aligned, compressed, merged
+from samplewise.samples import NO_SAMPLE, Layout, Lost, Mark
+
+DIM_IS_SECOND = {"chunk", "split", "split_with_sizes", "tensor_split", "roll", "repeat_interleave"}
+
+
+def reshaped(call: Call) -> Mark:
+    tensor, layout = call.subject
+    return call.layout(reshape_ids(layout.ids, tuple(tensor.shape), tuple(call.out.shape)))
+
+
+def reshape_ids(ids: Tensor, source: tuple[int, ...], target: tuple[int, ...]) -> Tensor:
+    """The ids of a tensor of shape `source` after a row-major reshape to `target`.
+
+    Dimensions fall into blocks of equal extent, such as (B, T) → (B·T); only blocks that hold samples are spelt out.
+
+    >>> reshape_ids(torch.tensor([[0], [1]]), (2, 3), (6,)).tolist()
+    [0, 0, 0, 1, 1, 1]
+    """
+    if 0 in source:
+        return torch.zeros([0 if size == 0 else 1 for size in target], dtype=torch.long)
+    spelt_source: list[int] = []
+    spelt_target: list[int] = []
+    i = j = 0
+    while i < len(source) or j < len(target):
+        i0, j0 = i, j
+        left, right = 1, 1
+        if i < len(source):
+            left, i = source[i], i + 1
+        if j < len(target) and (left != 1 or i0 == len(source)):
+            right, j = target[j], j + 1
+        while left != right:
+            if left < right:
+                left, i = left * source[i], i + 1
+            else:
+                right, j = right * target[j], j + 1
+        holds_samples = any(ids.shape[d] != 1 for d in range(i0, i))
+        spelt_source += source[i0:i] if holds_samples else [1] * (i - i0)
+        spelt_target += target[j0:j] if holds_samples else [1] * (j - j0)
+    return compressed(ids.expand(spelt_source).reshape(spelt_target))
+
+
+def permuted(call: Call) -> Mark:
+    _, layout = call.subject
+    return call.layout(call.func(layout.ids, *call.args[1:], **call.kwargs))
+
+
+def expanded(call: Call) -> Mark:
+    _, layout = call.subject
+    return call.layout(aligned(layout.ids, call.out.ndim))
+
+
+def repeated(call: Call) -> Mark:
+    _, layout = call.subject
+    ids = call.func(layout.ids, *call.args[1:], **call.kwargs)
+    # a dimension that holds no samples has size 1 in ids, whatever it is repeated to
+    return call.layout(compressed(ids))
+
+
+def indexed_along(call: Call) -> Mark:
+    """Ops that pick, cut or reorder along one dimension."""
+    tensor, layout = call.subject
+    position = 1 if call.name not in DIM_IS_SECOND else 2
+    given = call.arg(position, "dims" if call.name in ("flip", "roll") else "dim", 0)
+    dims = [d % tensor.ndim for d in (given if isinstance(given, list | tuple) else [given])]
+    if not any(layout.ids.shape[d] != 1 for d in dims):
+        ids = layout.ids
+        if call.out.ndim < tensor.ndim:
+            ids = ids.squeeze(dims[0])
+        elif call.out.ndim > tensor.ndim:
+            ids = ids.unsqueeze(-1)
+        return call.layout(ids)
+    if call.name == "unfold":
+        return Lost(call.name)
+    args = [a.cpu() if isinstance(a, Tensor) else a for a in call.args[1:]]
+    kwargs = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in call.kwargs.items()}
+    out = call.func(layout.ids, *args, **kwargs)
+    if isinstance(out, Tensor):
+        return call.layout(compressed(out))
+    return Several([call.layout(compressed(ids)) for ids in out])  # type: ignore[return-value]
+
+
+def indexed(call: Call) -> Mark:
+    """x[index]: the index is applied to the ids, spelt out along the dimensions that it consumes."""
+    tensor, layout = call.subject
+    if tensor is not call.args[0]:
+        return Lost(call.name)  # a table of constants indexed by data
+    index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+    if any(isinstance(i, list) for i in index):
+        index = tuple(torch.tensor(i) if isinstance(i, list) else i for i in index)
+    index = tuple(i.cpu() if isinstance(i, Tensor) else i for i in index)
+    consumed = sum(_consumed(i) for i in index)
+    dots = [k for k, i in enumerate(index) if i is Ellipsis]
+    if dots:
+        fill = (slice(None),) * (tensor.ndim - consumed)
+        index = index[: dots[0]] + fill + index[dots[0] + 1 :]
+        consumed = tensor.ndim
+    ids = layout.ids.expand([*tensor.shape[:consumed], *layout.ids.shape[consumed:]])
+    return call.layout(compressed(ids[index]))
+
+
+def _consumed(index: Any) -> int:
+    if index is None or index is Ellipsis:
+        return 0
+    return index.ndim if isinstance(index, Tensor) and index.dtype == torch.bool else 1
+
+
+def concatenated(call: Call) -> Mark:
+    tensors = call.arg(0, "tensors")
+    dim = call.arg(1, "dim", 0)
+    new = 1 if call.name == "stack" else 0
+    ndim = call.out.ndim
+    dim = dim % ndim
+    layouts = {id(t): mark for t, mark in call.marks if isinstance(mark, Layout)}
+
+    def ids_of(t: Tensor) -> Tensor:
+        ids = layouts[id(t)].ids
+        return ids.unsqueeze(dim) if new else ids
+
+    if all(new or layouts[id(t)].ids.shape[dim] == 1 for t in tensors if id(t) in layouts):
+        same = merged(call, [ids_of(t) for t in tensors if id(t) in layouts])
+        if isinstance(same, Layout):
+            return same
+    parts = []
+    others = [size for d, size in enumerate(call.out.shape) if d != dim]
+    for t in tensors:
+        if t.ndim == 1 and t.numel() == 0 and ndim > 1:
+            continue  # torch.cat skips empty vectors
+        length = 1 if new else t.shape[dim]
+        ids = ids_of(t) if id(t) in layouts else torch.full([1] * ndim, NO_SAMPLE)
+        parts.append(ids.expand([*others[:dim], length, *others[dim:]]) if ids.ndim else ids)
+    return call.layout(compressed(_cat_narrow(parts, dim)))
+
+
+def _cat_narrow(parts: list[Tensor], dim: int) -> Tensor:
+    """torch.cat without spelling out dimensions that no part spells out."""
+    ndim = parts[0].ndim
+    flat = [d for d in range(ndim) if d != dim and all(p.stride(d) == 0 or p.shape[d] == 1 for p in parts)]
+    for d in flat:
+        parts = [p.narrow(d, 0, 1) for p in parts]
+    return torch.cat(parts, dim)
