@@ -173,6 +173,12 @@ case(
 )
 case("conv1d-keyword", lambda: Fn(lambda s, x: F.conv1d(x, weight=s.w, padding=1, groups=2), w=(4, 1, 3)), (B, 2, 6))
 
+case("conv-transpose1d", lambda: nn.ConvTranspose1d(3, 4, 3, stride=2, padding=1, output_padding=1), (B, 3, 6))
+case("conv-transpose2d", lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2, dilation=2), (B, 4, 4, 5))
+case("conv-transpose2d-output-padding", lambda: nn.ConvTranspose2d(2, 3, 3, dilation=3, output_padding=2), (B, 2, 4, 5))
+case("conv-transpose3d", lambda: nn.ConvTranspose3d(2, 3, 2, stride=(1, 2, 1), bias=False), (B, 2, 3, 2, 3))
+case("conv-transpose-depthwise", lambda: nn.ConvTranspose2d(3, 3, 3, groups=3), (B, 3, 4, 5))
+
 # --- embeddings ---
 case("embedding", lambda: nn.Embedding(7, 3), ids(7, B, 5))
 case("embedding-repeated", lambda: nn.Embedding(7, 3), ids(2, B, 6))
@@ -213,7 +219,24 @@ case(
     ids(7, B, 4),
 )
 
+for mode in ["sum", "mean", "max"]:
+    case(f"embedding-bag-{mode}", lambda mode=mode: nn.EmbeddingBag(5, 3, mode=mode), ids(5, B, 6))
+    case(f"embedding-bag-{mode}-padding", lambda mode=mode: nn.EmbeddingBag(4, 3, mode=mode, padding_idx=1), ids(4, B, 6))
+case("embedding-bag-weights", lambda: nn.EmbeddingBag(5, 3, mode="sum"), ids(5, B, 6), lambda: None,
+     lambda: torch.randn(B, 6))  # fmt: skip
+case("picked-rows", lambda: Fn(lambda s, i: s.w[i], w=(5, 2, 3)), ids(5, B, 6))
+case("picked-rows-select", lambda: Fn(lambda s, i: s.w.index_select(0, i), w=(5, 2)), ids(5, B))
+case("picked-and-dense", lambda: Fn(lambda s, i: F.linear(s.w[i], s.w), w=(5, 2)), ids(5, B, 6))
+case(
+    "experts-by-row",
+    lambda: Fn(lambda s, x, i: torch.bmm(x.unsqueeze(1), s.w[i]).squeeze(1), w=(4, 5, 3)),
+    (B, 5),
+    ids(4, B),
+)
+
 # --- norms ---
+case("rms-norm", lambda: nn.RMSNorm(5), (B, 6, 5))
+case("rms-norm-inside", lambda: nn.Sequential(nn.Linear(4, 5), nn.RMSNorm(5, eps=1e-6), nn.Linear(5, 2)), (B, 6, 4))
 case("layer-norm", lambda: nn.LayerNorm(5), (B, 5))
 case("layer-norm-3d", lambda: nn.LayerNorm(5), (B, 6, 5))
 case("layer-norm-several", lambda: nn.LayerNorm([6, 5]), (B, 3, 6, 5))
@@ -259,7 +282,33 @@ case("instance-norm-running-eval", _running_eval, (B, 3, 5, 5))
 case("instance-norm-running-eval-inside", lambda: nn.Sequential(nn.Conv2d(2, 3, 1), _running_eval(), nn.Conv2d(3, 2, 1)),
      (B, 2, 5, 5))  # fmt: skip
 
+
+def _batch_norm_eval() -> nn.Module:
+    norm = nn.BatchNorm2d(3).eval()
+    norm.running_mean.uniform_(-1, 1)  # type: ignore[union-attr]
+    norm.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
+    return norm
+
+
+case("batch-norm-eval", _batch_norm_eval, (B, 3, 5, 5))
+case(
+    "batch-norm-eval-inside", lambda: nn.Sequential(nn.Conv2d(2, 3, 1), _batch_norm_eval(), nn.Conv2d(3, 2, 1)), (B, 2, 5, 5)
+)
+case("prelu", lambda: nn.PReLU(), (B, 6, 5))
+case("prelu-channels", lambda: nn.PReLU(6), (B, 6, 5))
+case("bilinear", lambda: nn.Bilinear(5, 3, 4), (B, 5), (B, 3))
+case("bilinear-3d", lambda: nn.Bilinear(5, 3, 4), (B, 6, 5), (B, 6, 3))
+case("bilinear-frozen", lambda: frozen(nn.Bilinear(5, 3, 4), "weight"), (B, 5), (B, 3))
+
 # --- parameters used directly ---
+
+
+def _write(x: Tensor, w: Tensor) -> Tensor:
+    x = x * 2
+    x[:, 1:3] = w
+    return x
+
+
 DIRECT: dict[str, tuple[Callable, dict[str, tuple]]] = {
     "add": (lambda s, x: x + s.w, {"w": (6, 5)}),
     "add-vector": (lambda s, x: x + s.w, {"w": (5,)}),
@@ -288,6 +337,8 @@ DIRECT: dict[str, tuple[Callable, dict[str, tuple]]] = {
     "cls-repeat-cat": (lambda s, x: torch.cat([s.w.repeat(x.shape[0], 1, 1), x], 1), {"w": (1, 1, 5)}),
     "cls-expand-as": (lambda s, x: torch.cat([s.w.expand_as(x), x], 2), {"w": (6, 5)}),
     "stack": (lambda s, x: torch.stack([x, s.w.expand_as(x)], 1), {"w": (5,)}),
+    "written": (lambda s, x: _write(x, s.w), {"w": (5,)}),
+    "written-slice": (lambda s, x: _write(x, s.w[:, :1]), {"w": (2, 5)}),
     "pos-slice": (lambda s, x: x + s.w[:, :6], {"w": (1, 9, 5)}),
     "pos-transposed": (lambda s, x: x + s.w.T, {"w": (5, 6)}),
     "weight-meets-self": (lambda s, x: x * s.w + x.square() * s.w + s.w, {"w": (5,)}),
@@ -298,6 +349,54 @@ for name, (forward, shapes) in DIRECT.items():
     case(f"direct-{name}", lambda forward=forward, shapes=shapes: Fn(forward, **shapes), (B, 6, 5))
 case("direct-T-is-B", lambda: Fn(lambda s, x: x + s.w, w=(B, 5)), (B, B, 5))
 case("direct-batch-second", lambda: Fn(lambda s, x: x * s.w, w=(B, 1, 5)), (B, B, 5), batch_dim=1, options={"batch_dim": 1})
+
+
+# --- recurrent ---
+class Seq(nn.Module):
+    """A recurrent module's outputs beside its last states, so that both carry gradient."""
+
+    def __init__(self, rnn: nn.Module, **given: Any):
+        super().__init__()
+        self.rnn = rnn
+        for name, shape in given.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch_first = self.rnn.batch_first
+        size = x.shape[0] if batch_first else x.shape[1]
+        names = [n for n in ("h", "c") if hasattr(self, n)]
+        states = [getattr(self, n).expand(-1, size, -1).contiguous() for n in names]
+        y, ends = self.rnn(x, *([] if not states else [states[0] if len(states) == 1 else tuple(states)]))
+        ends = ends if isinstance(ends, tuple) else (ends,)
+        both = [y if batch_first else y.transpose(0, 1)] + [e.transpose(0, 1) for e in ends]
+        out = torch.cat([t.flatten(1) for t in both], 1)
+        return out if batch_first else out.transpose(0, 1)
+
+
+for kind in [nn.RNN, nn.LSTM, nn.GRU]:
+    name = kind.__name__.lower()
+    case(name, lambda kind=kind: Seq(kind(3, 4, batch_first=True)), (B, 6, 3))
+    case(f"{name}-batch-second", lambda kind=kind: Seq(kind(3, 4)), (6, B, 3), batch_dim=1, options={"batch_dim": 1})
+    case(f"{name}-T-is-B", lambda kind=kind: Seq(kind(3, 4)), (B, B, 3), batch_dim=1, options={"batch_dim": 1})
+    case(f"{name}-deep", lambda kind=kind: Seq(kind(3, 4, num_layers=2, bidirectional=True, batch_first=True)), (B, 5, 3))
+    case(f"{name}-no-bias", lambda kind=kind: Seq(kind(3, 4, bias=False, batch_first=True)), (B, 5, 3))
+    case(f"{name}-learned-state", lambda kind=kind: Seq(kind(3, 4, num_layers=2, batch_first=True), h=(2, 1, 4),
+         **({"c": (2, 1, 4)} if kind is nn.LSTM else {})), (B, 5, 3))  # fmt: skip
+    case(f"{name}-long", lambda kind=kind: Seq(kind(2, 2, batch_first=True)), (B, 30, 2))
+    case(f"{name}-inside", lambda kind=kind: nn.Sequential(nn.Linear(2, 3), Seq(kind(3, 4, batch_first=True))), (B, 5, 2))
+    case(
+        f"{name}-frozen",
+        lambda kind=kind: Seq(frozen(kind(3, 4, batch_first=True), "weight_hh_l0", "bias_ih_l0")),
+        (B, 5, 3),
+    )
+case("rnn-relu", lambda: Seq(nn.RNN(3, 4, nonlinearity="relu", batch_first=True)), (B, 6, 3))
+case("lstm-proj", lambda: Seq(nn.LSTM(3, 4, proj_size=2, batch_first=True)), (B, 6, 3))
+case("lstm-cell", lambda: Fn(lambda s, x: s.c(x, (x[:, :4], x[:, 1:5]))[0], c=nn.LSTMCell(5, 4)), (B, 5))
+case("lstm-cell-twice", lambda: Fn(lambda s, x: sum(s.c(x, s.c(x))), c=nn.LSTMCell(5, 4)), (B, 5))
+case("gru-cell", lambda: Fn(lambda s, x: s.c(x, x[:, :4]), c=nn.GRUCell(5, 4)), (B, 5))
+case(
+    "rnn-cell", lambda: Fn(lambda s, x: s.c(x, s.d(x)), c=nn.RNNCell(5, 4), d=nn.RNNCell(5, 4, nonlinearity="relu")), (B, 5)
+)
 
 # --- several uses of one parameter ---
 case("same-module-twice", lambda: Fn(lambda s, x: s.l(s.l(x).relu()), l=nn.Linear(5, 5)), (B, 5))

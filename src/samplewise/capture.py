@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from samplewise.errors import SamplesMixError, SamplewiseError, UnattributedError
 from samplewise.factors.base import Factor
 from samplewise.intercept import Intercept, Targets
-from samplewise.samples import Layout, Mark, Marks, Mixed
+from samplewise.samples import Layout, Lost, Mark, Marks, Mixed
 from samplewise.weights import Weights
 
 
@@ -163,15 +163,15 @@ class Capture:
                 f"grads.backward takes one loss a sample, shape ({self.batch_size},) in the order of the batch, "
                 f"got {tuple(losses.shape)}. Use reduction='none' and sum what belongs to one sample."
             )
-        self.check_losses([] if mark is None else [(losses, mark)])
+        self.check_losses([(losses, mark)])
         self._set_scale(1.0)
         total = losses.sum()
         self.marks.set(total, Mixed("sum", linear=True, even=True))
         total.backward()
 
-    def check_losses(self, losses: list[tuple[Tensor, Mark]]) -> None:
+    def check_losses(self, losses: list[tuple[Tensor, Mark | None]]) -> None:
         """Raises if the value that backward starts from is not made of separate samples."""
-        for _, mark in losses:
+        for loss, mark in losses:
             if isinstance(mark, Mixed) and not mark.linear:
                 raise SamplesMixError(
                     f"the loss mixes samples ({mark.op} combines them other than by a weighted sum), so it has no per-sample "
@@ -181,6 +181,12 @@ class Capture:
                 raise SamplesMixError(
                     f'loss_reduction="mean", but the mean made by {mark.op} does not weigh all samples alike (ignored '
                     "targets, class weights or rows of unequal number). Give one loss a sample to grads.backward(losses)."
+                )
+            if isinstance(mark, Lost) or (mark is None and self.weights.reaches(loss, self.anchor_node)):
+                made_by = f"{mark.op}, of which" if isinstance(mark, Lost) else "an op that samplewise did not see, so"
+                raise UnattributedError(
+                    f"the loss was made by {made_by} it is not known whether it keeps samples apart. Compute one loss a "
+                    "sample from ops that are known, or say where its samples lie: grads.mark(losses)."
                 )
 
     def _set_scale(self, scale: float) -> None:

@@ -15,11 +15,11 @@ import samplewise.ops  # noqa: F401  (registers the rules)
 from samplewise.errors import SamplesMixError, UnattributedError
 from samplewise.factors.base import Factor
 from samplewise.factors.dense import Dense
-from samplewise.flow import ELEMENTWISE, Call, Several, flow, op_name
+from samplewise.flow import ELEMENTWISE, Call, Several, flow, is_in_place, op_name, routes, written
 from samplewise.ops.foreign import FOREIGN, ExpandedWeight
 from samplewise.ops.generic import GenericFactor, generic
 from samplewise.ops.pointwise import pointwise
-from samplewise.ops.registry import RULES, FactorOf, Meeting
+from samplewise.ops.registry import EXPANSIONS, RULES, FactorOf, Meeting
 from samplewise.samples import Layout, Lost, Mark, Marks, Mixed
 from samplewise.weights import Pull, Weight, Weights
 
@@ -31,6 +31,9 @@ OPAQUE = set(
     "requires_grad retain_grad shape size storage_offset stride tolist untyped_storage version".split()
 )
 """Questions about a tensor that give no tensor of values: answered as they are."""
+
+SYNONYMS = {"axis": "dim", "keepdims": "keepdim"}
+"""NumPy's keywords, which torch takes for its own."""
 
 Targets = list[tuple[str, Pull]]
 
@@ -46,7 +49,7 @@ class Recorder(Protocol):
     anchor_node: Any
 
     def deliver(self, targets: Targets, factor: Factor) -> None: ...
-    def check_losses(self, losses: list[tuple[Tensor, Mark]]) -> None: ...
+    def check_losses(self, losses: list[tuple[Tensor, Mark | None]]) -> None: ...
 
 
 class Tap(torch.autograd.Function):
@@ -71,8 +74,9 @@ class Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+        kept = ctx.saved_tensors[1:]  # may recompute a checkpointed forward, which must be seen
         with torch._C.DisableTorchFunction():
-            kept = [t.detach() for t in ctx.saved_tensors[1:]]
+            kept = [t.detach() for t in kept]
             if is_wanted(ctx.recorder.anchor_node):
                 for targets, factor_of, places in ctx.uses:
                     ctx.recorder.deliver(targets, factor_of(g, *(kept[i] for i in places)))
@@ -92,8 +96,8 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+        _ = ctx.saved_tensors  # raises in a second backward
         with torch._C.DisableTorchFunction():
-            _ = ctx.saved_tensors  # raises in a second backward
             if is_wanted(ctx.recorder.anchor_node):
                 ctx.recorder.deliver(ctx.targets, ctx.factor_of(g))
         return (None,) * 5
@@ -126,24 +130,31 @@ class Intercept(TorchFunctionMode):
         """Functions being looked into; one that calls itself by its own name (Tensor.unflatten) is then an op."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = {SYNONYMS.get(k, k): v for k, v in kwargs.items()} if kwargs else {}
         name = op_name(func)
         if name in OPAQUE:
             return func(*args, **kwargs)
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        read = {k: v for k, v in kwargs.items() if k != "out"} if "out" in kwargs else kwargs
+        tensors = [t for t in tree_leaves((args, read)) if isinstance(t, Tensor)]
         data: list[tuple[Tensor, Mark]] = []
         weights: list[tuple[Tensor, Weight]] = []
         for t in tensors:
             if (mark := self.marks.get(t)) is not None:
-                data.append((t, mark))
+                if not routes(name, t, mark):
+                    data.append((t, mark))
             elif (weight := self.weights.get(t)) is not None:
                 weights.append((t, weight))
         if func is torch.autograd.backward:
-            self.recorder.check_losses(data)
+            self.recorder.check_losses([(t, self.marks.get(t)) for t in tensors if t.requires_grad])
         if not data and not weights:
             return func(*args, **kwargs)
 
         meets = bool(data and weights) and torch.is_grad_enabled()
+        if meets and func in EXPANSIONS:
+            with self:
+                out = EXPANSIONS[func](self._meeting(func, name, args, kwargs, data, weights), *args, **kwargs)
+            if out is not NotImplemented:
+                return out
         if meets and func in FOREIGN:
             return self._foreign(func, name, args, kwargs, data, weights)
         if not (meets and func in RULES) and func not in self._inside and (inside := without_override(func)) is not None:
@@ -168,22 +179,11 @@ class Intercept(TorchFunctionMode):
         self, func: Callable, name: str, args: tuple, kwargs: dict, data: list[tuple[Tensor, Mark]], weights: list
     ) -> Any:
         """Runs the op by its rule and taps its result."""
-        layouts = self._layouts(name, data, weights)
-        by_identity = {id(t): layout for t, layout in layouts}
-        weight_ids = {id(t) for t, _ in weights}
-        meeting = Meeting(
-            name,
-            func,
-            args,
-            kwargs,
-            layout_of=lambda t: by_identity.get(id(t)),
-            is_weight=lambda t: id(t) in weight_ids,
-            gate=self._gate,
-        )
+        meeting = self._meeting(func, name, args, kwargs, data, weights)
         y = NotImplemented
         if func in RULES:
             y = RULES[func](meeting, *args, **kwargs)
-        if y is NotImplemented and name in ELEMENTWISE:
+        if y is NotImplemented and name in ELEMENTWISE and not (is_in_place(func) and meeting.is_weight(args[0])):
             y = pointwise(meeting)
         if y is NotImplemented:
             meeting.uses.clear()
@@ -193,9 +193,21 @@ class Intercept(TorchFunctionMode):
                     "Write the op out of place (torch.cat, torch.where, x + w)."
                 )
             y = generic(meeting)
-        call = Call(name, func, args, kwargs, y, data)
-        mark = flow(call)
-        if not isinstance(mark, Layout):
+        if y is NotImplemented:
+            raise UnattributedError(
+                f"{describe(weights)} is used by {name}, which has several results and no rule of its own. Write the op in "
+                f"simpler ones, or leave the parameter out: capture(model, exclude={names_of(weights)})."
+            )
+        if meeting.marks is not None:
+            for t, layout in zip(y, meeting.marks, strict=True):
+                self.marks.set(t, layout)
+            return y
+        if y is None:  # written into an argument, which keeps its samples
+            return None
+        mark = flow(Call(name, func, args, kwargs, y, data))
+        if isinstance(mark, Several):
+            (mark,) = mark
+        if not isinstance(mark, Layout) or mark.has_strays:
             self._refuse(name, mark, weights)
         if meeting.uses:
             for use in meeting.uses:
@@ -204,6 +216,23 @@ class Intercept(TorchFunctionMode):
             y = self._tap(y, meeting)
         self.marks.set(y, mark)
         return y
+
+    def _meeting(
+        self, func: Callable, name: str, args: tuple, kwargs: dict, data: list[tuple[Tensor, Mark]], weights: list
+    ) -> Meeting:
+        layouts = {id(t): layout for t, layout in self._layouts(name, data, weights)}
+        weight_ids = {id(t) for t, _ in weights}
+        meeting = Meeting(
+            name,
+            func,
+            args,
+            kwargs,
+            layout_of=lambda t: layouts.get(id(t)),
+            is_weight=lambda t: id(t) in weight_ids,
+            gate=self._gate,
+            tap=lambda t: self._tap(t, meeting),
+        )
+        return meeting
 
     def _tap(self, y: Tensor, meeting: Meeting) -> Tensor:
         kept: list[Tensor] = []
@@ -216,6 +245,7 @@ class Intercept(TorchFunctionMode):
                     kept.append(t)
                 places.append(place)
             uses.append((self.weights.targets(use.weight), use.factor_of, places))
+        meeting.uses.clear()
         return Tap.apply(y, self.recorder.anchor, self.recorder, uses, *kept)  # type: ignore[return-value]
 
     def _gate(self, weight: Tensor, spread: Tensor, factor_of: FactorOf) -> Tensor:
@@ -253,33 +283,43 @@ class Intercept(TorchFunctionMode):
 
     def _mark(self, call: Call) -> None:
         """Marks the results of an op on data."""
-        results = [t for t in tree_leaves(call.out) if isinstance(t, Tensor)]
         if call.name == "setitem":
             self._mark_written(call)
-        if not results:
             return
-        call.out = results[0]
+        call.results = [t for t in tree_leaves(call.out) if isinstance(t, Tensor)]
+        if not call.results:
+            return
+        call.out = call.results[0]
         mark = flow(call)
-        for i, t in enumerate(results):
+        for i, t in enumerate(call.results):
             each = mark[i] if isinstance(mark, Several) else mark
             if each is not None:
-                self.marks.set(t, each)
+                self._set_mark(t, each, in_place=any(t is a for a in (*call.args, call.kwargs.get("out"))))
 
     def _mark_written(self, call: Call) -> None:
-        """x[index] = data: x keeps its samples if it has some; what was a constant is no longer known."""
-        written = call.args[0]
-        if self.marks.get(written) is None:
-            self.marks.set(written, Lost("x[index] = ..."))
+        target = call.args[0]
+        before = self.marks.get(target)
+        if any(isinstance(mark, Layout) for _, mark in call.marks) and (before is None or isinstance(before, Layout)):
+            others = [mark for t, mark in call.marks if t is not target and not isinstance(mark, Layout)]
+            self._set_mark(target, others[0] if others else written(call, before), in_place=True)
+        elif call.marks:
+            self._set_mark(target, next(mark for _, mark in call.marks if not isinstance(mark, Layout)), in_place=True)
+
+    def _set_mark(self, t: Tensor, mark: Mark, *, in_place: bool) -> None:
+        """Marks `t`; writing other samples into a view leaves it open what the whole tensor holds."""
+        base = t._base if in_place else None
+        if base is not None and mark is not self.marks.get(t):
+            self.marks.set(base, Lost("a write into a view"))
+        self.marks.set(t, mark)
 
     def _layouts(self, name: str, data: list[tuple[Tensor, Mark]], weights: list) -> list[tuple[Tensor, Layout]]:
-        layouts = [(t, mark) for t, mark in data if isinstance(mark, Layout)]
+        layouts = [(t, mark) for t, mark in data if isinstance(mark, Layout) and not mark.has_strays]
         if len(layouts) != len(data):
-            self._refuse(name, next(mark for _, mark in data if not isinstance(mark, Layout)), weights)
+            self._refuse(name, next(mark for _, mark in data if not isinstance(mark, Layout) or mark.has_strays), weights)
         return layouts
 
     def _refuse(self, name: str, mark: Mark | Several | None, weights: list) -> NoReturn:
-        names = sorted(frozenset().union(*(weight.roots for _, weight in weights)))
-        leave_out = f"leave the parameter out: capture(model, exclude={names})"
+        leave_out = f"leave the parameter out: capture(model, exclude={names_of(weights)})"
         if isinstance(mark, Mixed) and mark.linear:
             raise SamplesMixError(
                 f"{name} uses {describe(weights)} together with a sum over samples (made by {mark.op}). Such a term, "
@@ -291,6 +331,11 @@ class Intercept(TorchFunctionMode):
                 "in training mode? a statistic over the batch?). Per-sample gradients do not exist for it. Either take the "
                 f"mixing out (put the layer in eval mode), or {leave_out}."
             )
+        if isinstance(mark, Layout):
+            raise UnattributedError(
+                f"{name} uses {describe(weights)} on rows of which some belong to no sample (constants joined to the batch). "
+                f"Handle the two apart, or {leave_out}."
+            )
         op = mark.op if isinstance(mark, Lost) else name
         raise UnattributedError(
             f"{name} uses {describe(weights)} on the result of {op}, of which samplewise does not know where its samples "
@@ -298,16 +343,15 @@ class Intercept(TorchFunctionMode):
         )
 
 
+def names_of(weights: list[tuple[Tensor, Weight]]) -> list[str]:
+    return sorted(frozenset().union(*(weight.roots for _, weight in weights)))
+
+
 def describe(weights: list[tuple[Tensor, Weight]]) -> str:
     """The parameters behind the weights of a call, by name and shape."""
-    names = sorted(frozenset().union(*(weight.roots for _, weight in weights)))
+    names = names_of(weights)
     shapes = ", ".join(str(tuple(t.shape)) for t, _ in weights)
     return f"parameter{'s' if len(names) > 1 else ''} {', '.join(map(repr, names))} {shapes}"
-
-
-def is_in_place(func: Callable) -> bool:
-    name = getattr(func, "__name__", "")
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
 
 
 @cache

@@ -43,6 +43,11 @@ class Layout:
         return tuple(d for d, size in enumerate(self.ids.shape) if size != 1)
 
     @cached_property
+    def has_strays(self) -> bool:
+        """Whether some elements belong to no sample."""
+        return bool((self.ids == NO_SAMPLE).any())
+
+    @cached_property
     def _folds(self) -> dict[int, "Fold"]:
         return {}
 
@@ -109,11 +114,13 @@ class Mixed:
     """A value in which samples met each other.
 
     `linear`: a weighted sum of per-sample values, as a loss over the batch is; `even`: each sample has the same weight.
+    `discrete`: made of integers alone, so that it can tell where rows go but not what they hold.
     """
 
     op: str
     linear: bool = False
     even: bool = False
+    discrete: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,7 @@ class Lost:
     """A value that depends on the batch, made by an op of which it is not known where it puts the samples."""
 
     op: str
+    discrete: bool = False
 
 
 Mark = Layout | Mixed | Lost

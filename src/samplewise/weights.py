@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ class Weight:
 
     roots: frozenset[str]
     pull: Pull | None
+    node: Any
+    """Where the value stood in the graph; once it is changed in place, this no longer describes it."""
 
 
 class Weights:
@@ -34,7 +37,7 @@ class Weights:
         self._known: Marks[Weight] = Marks()
         self._name_of_node = {}
         for name, parameter in parameters.items():
-            self._known.set(parameter, Weight(frozenset([name]), lambda factor: factor))
+            self._known.set(parameter, Weight(frozenset([name]), lambda factor: factor, None))
             self._name_of_node[get_gradient_edge(parameter).node] = name
 
     def get(self, t: Tensor) -> Weight | None:
@@ -42,8 +45,8 @@ class Weights:
         if not t.requires_grad:
             return None
         weight = self._known.get(t)
-        if weight is None:
-            weight = Weight(self._roots(t), None)
+        if weight is None or weight.node is not t.grad_fn:
+            weight = Weight(self._roots(t), None, t.grad_fn)
             self._known.set(t, weight)
         return weight if weight.roots else None
 
@@ -55,7 +58,7 @@ class Weights:
         pull = None
         if len(sources) == 1 and sources[0][1].pull is not None:
             pull = _pull_through(name, *sources[0], t)
-        self._known.set(t, Weight(roots, pull))
+        self._known.set(t, Weight(roots, pull, t.grad_fn))
 
     def targets(self, t: Tensor) -> list[tuple[str, Pull]]:
         """For each parameter behind `t`: its name, and how a factor of `t` becomes one of the parameter."""
@@ -70,17 +73,24 @@ class Weights:
         """The captured parameters that ordinary autograd would reach from these tensors."""
         return frozenset().union(*(self._roots(t) for t in tensors if t.requires_grad))
 
+    def reaches(self, t: Tensor, node: Any) -> bool:
+        """Whether a backward from `t` would run `node`."""
+        return node in _nodes_behind(t)
+
     def _roots(self, t: Tensor) -> frozenset[str]:
-        found, seen, stack = set(), set(), [get_gradient_edge(t).node]
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
+        behind = _nodes_behind(t)
+        return frozenset(name for node, name in self._name_of_node.items() if node in behind)
+
+
+def _nodes_behind(t: Tensor) -> set[Any]:
+    """All nodes of the graph that a backward from `t` would walk."""
+    seen, stack = set(), [get_gradient_edge(t).node]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
             seen.add(node)
-            if node in self._name_of_node:
-                found.add(self._name_of_node[node])
             stack += [following for following, _ in node.next_functions]
-        return frozenset(found)
+    return seen
 
 
 def _pullback(edge: GradientEdge, parameter: Tensor, dtype: torch.dtype) -> Pull:

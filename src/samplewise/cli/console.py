@@ -23,10 +23,10 @@ def show_demo(*, flipped: float, seed: int, epochs: int, output: Path) -> None:
     model = small_cnn(seed=seed)
     history: list[Epoch] = []
     with progress_bar(console) as bar:
-        task = bar.add_task("training", total=epochs, loss=float("nan"), accuracy=float("nan"))
+        task = bar.add_task("training", total=epochs, state="")
         for epoch in training(model, digits, epochs=epochs, generator=generator):
             history.append(epoch)
-            bar.update(task, advance=1, loss=epoch.loss, accuracy=epoch.accuracy)
+            bar.update(task, advance=1, state=f"loss {epoch.loss:.3f}  test accuracy {epoch.accuracy:.1%}")
     found = findings(model, digits, history)
     seconds = time.perf_counter() - start
     output.write_text(demo_page(found, seed=seed, epochs=epochs, seconds=seconds), encoding="utf-8")
@@ -43,7 +43,7 @@ def progress_bar(console: Console) -> Progress:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}  test accuracy {task.fields[accuracy]:.1%}"),
+        TextColumn("{task.fields[state]}"),
         TimeElapsedColumn(),
         console=console,
     )
@@ -53,7 +53,7 @@ def results(found: Findings) -> Table:
     """The table of results, a row a ranking."""
     first, *others = headings(found.qualities[CHANCE].num_wanted)
     table = Table(title="Flipped labels found, by ranking", title_justify="left")
-    table.add_column(first)
+    table.add_column(first, no_wrap=True)
     for heading in others:
         table.add_column(heading, justify="right")
     for name, quality in found.qualities.items():

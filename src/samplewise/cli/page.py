@@ -19,7 +19,7 @@ p { max-width: 52rem; margin: .5rem 0; }
 table { border-collapse: collapse; margin: .8rem 0; font-variant-numeric: tabular-nums; }
 th, td { padding: .45rem 1.1rem .45rem 0; border-bottom: 1px solid var(--line); text-align: right; }
 th { font-size: .85rem; font-weight: 600; color: var(--soft); vertical-align: bottom; }
-th:first-child, td:first-child { text-align: left; padding-right: 2rem; }
+th:first-child, td:first-child { text-align: left; padding-right: 2rem; white-space: nowrap; }
 tbody tr:last-child td { color: var(--soft); }
 pre { overflow-x: auto; padding: .9rem 1.1rem; border: 1px solid var(--line); border-radius: .6rem; background: var(--card);
   font: .85rem/1.5 ui-monospace, Menlo, Consolas, monospace; }

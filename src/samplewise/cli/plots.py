@@ -43,7 +43,7 @@ def recall_plot(found: Findings, theme: Theme) -> bytes:
         axes.set(xlim=(0, last), ylim=(0, 103), xlabel=f"training rows inspected, up to {last:,} of {N:,}")
         if place == 1:
             axes.set_ylabel("flipped labels found (%)")
-            axes.annotate(f"{k} rows", (k, 2), xytext=(4, 0), textcoords="offset points", color=theme.ink)
+            axes.annotate(f"{k} rows", (k, 35), xytext=(4, 0), textcoords="offset points", color=theme.ink)
         else:
             axes.legend(loc="lower right", frameon=False, labelcolor=theme.ink)
     return _png(figure)

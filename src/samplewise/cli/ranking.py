@@ -11,7 +11,7 @@ class Quality:
     """What a ranking of `num_rows` rows found of the `num_wanted` among them; for chance these are expectations.
 
     `found` counts the wanted rows among the first `num_wanted`, where precision and recall are the same number.
-    `rows_to_read` is how far down one reads to meet 90 % of them.
+    `rows_to_read` is how far down one reads to meet 90% of them.
     """
 
     num_rows: int

@@ -40,7 +40,7 @@ def demo_page(found: Findings, *, seed: int, epochs: int, seconds: float) -> str
         tiles(found, order[:NUM_SUSPECTS]),
         missed_section(found, missed),
         f"<h2>How</h2>\n<pre>{escape(CODE)}</pre>",
-        f"<footer>samplewise {escape(__version__)} · took {seconds:.1f} s</footer>",
+        f"<footer>samplewise {escape(__version__)} · training and ranking took {seconds:.1f} s</footer>",
     ]
     return document(TITLE, "\n".join(sections))
 

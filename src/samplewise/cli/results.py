@@ -11,7 +11,7 @@ def headings(num_flipped: int) -> list[str]:
         f"flipped in the top {num_flipped}",
         "precision = recall",
         "average precision",
-        "rows to read for 90 %",
+        "rows to read for 90%",
     ]
 
 
@@ -30,5 +30,6 @@ def in_words(found: Findings) -> list[str]:
         f"{k} with the largest loss {by_loss.found:.0f}; {k} rows picked at random hold {by_chance.found:.1f} on average. "
         "This is one draw: a few rows more or less between two rankings mean little.",
         f"Of the {k} rows whose gradients pull hardest against the validation gradient {against.found:.0f} are flipped. "
-        "That ranking asks which rows raise the loss on clean rows, which is another question than which labels are wrong.",
+        "That ranking asks which rows raise the loss on clean rows, not which labels are wrong: a flip into a class that the "
+        "model predicts too seldom can even lower it.",
     ]

@@ -60,7 +60,7 @@ class Patches(Factor):
         num_spatial = len(geometry.kernel)
         _, gradient, _ = torch.ops.aten.convolution_backward(
             g,
-            _covered(x, g, geometry),
+            x,
             x.new_empty(self.shape),
             None,
             geometry.stride,
@@ -91,13 +91,12 @@ class Patches(Factor):
         return Outer(a, g, sizes=self.shape, order=tuple(range(len(self.shape))), shape=self.shape)
 
     def _padded(self) -> Tensor:
-        if not any(side for pair in self.geometry.padding for side in pair):
-            return self.x
-        return F.pad(self.x, [side for pair in reversed(self.geometry.padding) for side in pair])
-
-
-def _covered(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
-    """x cut to what the kernel reaches, as a stride may leave a margin unread."""
-    for d, (kernel, stride, dilation) in enumerate(zip(geometry.kernel, geometry.stride, geometry.dilation, strict=True)):
-        x = x.narrow(2 + d, 0, (g.shape[2 + d] - 1) * stride + dilation * (kernel - 1) + 1)
-    return x
+        """x with its padding, cut to what the kernel reaches, as a stride may leave a margin unread."""
+        geometry, x = self.geometry, self.x
+        if any(side for pair in geometry.padding for side in pair):
+            x = F.pad(x, [side for pair in reversed(geometry.padding) for side in pair])
+        for d, (kernel, stride, dilation) in enumerate(
+            zip(geometry.kernel, geometry.stride, geometry.dilation, strict=True)
+        ):
+            x = x.narrow(3 + d, 0, max(0, (self.g.shape[3 + d] - 1) * stride + dilation * (kernel - 1) + 1))
+        return x

@@ -5,39 +5,84 @@ rules of their own. Ops are known by name, one name for `torch.add`, `Tensor.add
 and refused where it meets a parameter.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from samplewise.flow.call import Call, Handler, Several, aligned, elementwise, op_name
+from samplewise.flow.call import Call, Handler, Several, aligned, elementwise, is_in_place, op_name
 from samplewise.flow.meets import (
     along_dim,
     attention,
+    bags,
     class_loss,
+    compared,
     contracted,
     embedded,
     images,
     last_dims,
     loss,
     one_hot,
+    packed,
     padded,
+    paired_rows,
+    recurrent,
     reduction,
+    routed_product,
+    sorted_along,
+    unpacked,
 )
-from samplewise.flow.moves import concatenated, expanded, indexed, indexed_along, permuted, repeated, reshaped
+from samplewise.flow.moves import (
+    added_along,
+    concatenated,
+    expanded,
+    gathered,
+    indexed,
+    indexed_along,
+    permuted,
+    repeated,
+    reshaped,
+    written,
+)
 from samplewise.samples import Lost, Mark, Mixed
 
-__all__ = ["ELEMENTWISE", "Call", "Several", "aligned", "flow", "op_name"]
+__all__ = ["ELEMENTWISE", "Call", "Several", "aligned", "flow", "is_in_place", "op_name", "routes", "written"]
+
+ROUTING = set(
+    "getitem setitem index_select index_add index_copy index_put gather take_along_dim grouped_mm repeat_interleave".split()
+)
+"""Ops with integers that only tell where rows go: these may come from anywhere, without the samples mixing."""
+
+
+def routes(name: str, t: Tensor, mark: Mark) -> bool:
+    """Whether this argument of the op only tells where rows go, and is of no one sample."""
+    return name in ROUTING and isinstance(mark, Mixed | Lost) and mark.discrete
 
 
 def flow(call: Call) -> Mark | Several | None:
     """The mark of the call's results."""
+    mark = _flow(call)
+    if isinstance(mark, Mixed | Lost) and all(_is_discrete(t, mark) for t, mark in call.marks):
+        return replace(mark, discrete=True)
+    return mark
+
+
+def _is_discrete(t: Tensor, mark: Mark) -> bool:
+    integers = not t.is_floating_point() and not t.is_complex()
+    return mark.discrete if isinstance(mark, Mixed | Lost) else integers
+
+
+def _flow(call: Call) -> Mark | Several | None:
     marks = [mark for _, mark in call.marks]
     if any(isinstance(mark, Lost) for mark in marks):
         return next(mark for mark in marks if isinstance(mark, Lost))
     handler = HANDLERS.get(call.name)
+    if is_in_place(call.func) and handler in MOVES:
+        return Lost(call.name)  # its shape before is gone
     if any(isinstance(mark, Mixed) for mark in marks):
         return _flow_of_mixed(call, handler)
-    if isinstance(call.out, Tensor) and marks[0].num_samples == 1:  # type: ignore[union-attr]
-        return call.layout(torch.zeros([1] * call.out.ndim, dtype=torch.long))
+    if marks[0].num_samples == 1:  # type: ignore[union-attr]
+        return Several([call.layout(torch.zeros([1] * t.ndim, dtype=torch.long)) for t in call.results or [call.out]])
     return handler(call) if handler else Lost(call.name)
 
 
@@ -50,8 +95,8 @@ def _flow_of_mixed(call: Call, handler: Handler | None) -> Mark:
         return nonlinear  # a statistic of the batch goes back into its samples
     if call.name in LINEAR or call.name in ("sum", "mean") or handler in MOVES:
         return Mixed(mixed[0].op, linear=True, even=all(mark.even for mark in mixed))
-    numerator = call.marks[0][0] if call.name in DIVIDING else None
-    if call.name in SCALING and len(learning) <= 1 and (numerator is None or not learning or learning[0] is numerator):
+    only_numerator_learns = call.name not in DIVIDING or not learning or learning[0] is call.args[0]
+    if call.name in SCALING and len(learning) <= 1 and only_numerator_learns:
         return Mixed(mixed[0].op, linear=True, even=len(mixed) == 1 and mixed[0].even)
     return nonlinear
 
@@ -93,7 +138,7 @@ REDUCTIONS = (
     "sum mean prod amax amin max min argmax argmin any all logsumexp norm linalg_norm linalg_vector_norm var std var_mean "
     "std_mean median nanmean nansum nanmedian count_nonzero mode kthvalue aminmax"
 )
-ALONG_DIM = "softmax log_softmax cumsum cumprod cummax cummin logcumsumexp sort argsort topk glu"
+ALONG_DIM = "softmax log_softmax cumsum cumprod cummax cummin logcumsumexp topk glu"
 IMAGES = (
     "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d max_pool1d max_pool2d max_pool3d avg_pool1d "
     "avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d "
@@ -104,7 +149,8 @@ IMAGES = (
 )
 LOSSES = (
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
-    "soft_margin_loss poisson_nll_loss"
+    "soft_margin_loss poisson_nll_loss triplet_margin_loss cosine_embedding_loss margin_ranking_loss hinge_embedding_loss "
+    "multi_margin_loss multilabel_margin_loss pairwise_distance"
 )
 
 
@@ -133,6 +179,16 @@ HANDLERS: dict[str, Handler] = {
     **dict.fromkeys("matmul mm bmm mv addmm baddbmm addmv einsum linear".split(), contracted),
     **dict.fromkeys(["layer_norm", "rms_norm"], last_dims),
     **dict.fromkeys("new_zeros new_ones new_full new_empty new_tensor".split(), unmarked),
+    **dict.fromkeys(["sort", "argsort", "msort"], sorted_along),
+    **dict.fromkeys(["gather", "take_along_dim"], gathered),
+    **dict.fromkeys(["grouped_mm"], routed_product),
+    **dict.fromkeys(["lstm", "gru", "rnn_tanh", "rnn_relu"], recurrent),
+    "bilinear": paired_rows,
+    "cosine_similarity": compared,
+    "pack_padded_sequence": packed,
+    "pad_packed_sequence": unpacked,
+    "index_add": added_along,
+    "embedding_bag": bags,
     "getitem": indexed,
     "pad": padded,
     "embedding": embedded,

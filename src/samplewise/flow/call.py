@@ -1,7 +1,7 @@
 """One op call, and what all handlers of calls share."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ class Call:
     out: Any
     marks: list[tuple[Tensor, Mark]]
     """The marked tensors among the arguments, in their order."""
+    results: list[Tensor] = field(default_factory=list)
+    """All results, where there are several."""
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
@@ -39,8 +41,8 @@ class Call:
         return Mixed(self.name, **kwargs)
 
 
-class Several(list):
-    """One mark for each of several results (chunk, split, unbind of the sample dimension)."""
+class Several(list[Mark | None]):
+    """One mark for each of several results."""
 
 
 Handler = Callable[[Call], Mark | Several | None]
@@ -53,6 +55,12 @@ def op_name(func: Callable) -> str:
     if name in ("__get__", "__set__"):
         name = func.__self__.__name__  # type: ignore[attr-defined]
     return name.split(".")[0].strip("_")
+
+
+def is_in_place(func: Callable) -> bool:
+    """Whether the function changes its first argument, told by its name: add_, __iadd__, __setitem__."""
+    name = getattr(func, "__name__", "").split(".")[0]
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
 
 
 def aligned(ids: Tensor, ndim: int) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from samplewise.contraction import along, operands
-from samplewise.flow.call import Call, aligned, elementwise, merged
+from samplewise.flow.call import Call, Several, aligned, compressed, elementwise, merged
 from samplewise.samples import Layout, Lost, Mark
 
 
@@ -40,6 +40,77 @@ def along_dim(call: Call) -> Mark:
     return call.mixed() if layout.ids.shape[dim % max(1, tensor.ndim)] != 1 else layout
 
 
+def sorted_along(call: Call) -> Mark:
+    """Sorting across samples is a permutation, which the resulting order tells."""
+    tensor, layout = call.subject
+    dim = call.arg(1, "dim", -1)
+    dim = (dim if isinstance(dim, int) and not isinstance(dim, bool) else -1) % max(1, tensor.ndim)
+    if layout.ids.shape[dim] == 1:
+        return layout
+    if tensor.is_floating_point():
+        return call.mixed()  # ranks of values: which sample comes where depends on the others
+    order = call.results[-1].cpu()
+    return call.layout(compressed(layout.ids.expand(tensor.shape).gather(dim, order)))
+
+
+def routed_product(call: Call) -> Mark:
+    """grouped_mm(x, w, offs=...): row i of the result is row i of x times the matrix of its group."""
+    tensor, layout = call.subject
+    return layout if tensor is call.args[0] and 1 not in layout.dims and tensor.ndim == 2 else Lost(call.name)
+
+
+def bags(call: Call) -> Mark:
+    """embedding_bag: one row a bag; the bags' samples are those of the offsets, or of the rows of ids."""
+    for t, mark in call.marks:
+        if isinstance(mark, Layout) and not t.is_floating_point():
+            return call.layout(mark.ids.reshape([mark.ids.shape[0], 1])) if mark.dims in ((0,), ()) else call.mixed()
+    return Lost(call.name)
+
+
+def paired_rows(call: Call) -> Mark:
+    """bilinear(x1, x2, weight): rows of the two inputs meet one to one."""
+    inputs = [(t, mark) for t, mark in call.marks if isinstance(mark, Layout) and t.ndim == call.out.ndim]
+    if len(inputs) != len(call.marks) or any(t.ndim - 1 in mark.dims for t, mark in inputs):
+        return Lost(call.name)
+    return merged(call, [mark.ids for _, mark in inputs])
+
+
+def recurrent(call: Call) -> Several | Mark:
+    """rnn, lstm and gru: (outputs in the layout of the input, last states with the samples second)."""
+    tensor, layout = call.subject
+    if tensor is not call.args[0] or any(d == tensor.ndim - 1 for d in layout.dims):
+        return Lost(call.name)
+    if tensor.ndim == 2:  # packed: the first rows are those of step 0, one a sample
+        states = layout.ids[: call.results[1].shape[1]].reshape(1, -1, 1)
+    else:
+        (axis,) = layout.dims or (0,)
+        states = layout.ids.reshape(1, -1, 1) if axis in (0, 1) else None
+        batch_first = call.args[-1] if isinstance(call.args[-1], bool) else False
+        if states is None or axis != (0 if batch_first else 1):
+            return call.mixed()
+    return Several([layout, *[call.layout(states)] * (len(call.results) - 1)])
+
+
+def packed(call: Call) -> Several | Mark:
+    """_pack_padded_sequence(x, lengths, batch_first): the ids packed in the same way."""
+    tensor, layout = call.subject
+    if tensor is not call.args[0]:
+        return Lost(call.name)
+    shape = tensor.shape[:2]
+    ids = layout.ids.expand([*shape, *layout.ids.shape[2:]])
+    data, _ = call.func(ids, *call.args[1:])
+    return Several([call.layout(data), None])
+
+
+def unpacked(call: Call) -> Several | Mark:
+    """_pad_packed_sequence(data, batch_sizes, batch_first, ...): a row is of one sample, its padding too."""
+    tensor, layout = call.subject
+    ids = layout.ids.expand([len(tensor), *layout.ids.shape[1:]])
+    padded, _ = call.func(ids, call.args[1], call.args[2], 0, call.args[4])
+    time = 1 if call.args[2] else 0
+    return Several([call.layout(padded.narrow(time, 0, 1)), None])
+
+
 def last_dims(call: Call) -> Mark:
     """Ops that mix the last dimensions alone: layer norms, and glu along its own dimension."""
     tensor, layout = call.subject
@@ -58,8 +129,10 @@ def images(call: Call) -> Mark:
         return call.mixed()
     if call.name == "batch_norm" and call.arg(5, "training", False):
         return call.mixed()
-    ids = layout.ids.reshape([layout.ids.shape[0]] + [1] * (call.out.ndim - 1))
-    return merged(call, [ids] + [m.ids for t, m in call.marks[1:] if isinstance(m, Layout) and m.dims == (0,) and t.ndim])
+    if len(call.marks) > 1 and call.name != "grid_sampler":
+        return Lost(call.name)  # a kernel or a statistic that depends on the batch
+    ids = [mark.ids for _, mark in call.marks if isinstance(mark, Layout)]
+    return merged(call, [i.reshape([i.shape[0]] + [1] * (call.out.ndim - 1)) for i in ids])
 
 
 def padded(call: Call) -> Mark:
@@ -90,11 +163,26 @@ def attention(call: Call) -> Mark:
 
 
 def loss(call: Call) -> Mark:
-    """Losses element by element, or summed up over all."""
-    tensor, _ = call.subject
-    if call.out.ndim == 0 and tensor.ndim > 0:
+    """Losses of rows that meet one to one, summed up over all or not."""
+    ndim = max(t.ndim for t, _ in call.marks)
+    met = merged(call, [aligned(mark.ids, ndim) for _, mark in call.marks if isinstance(mark, Layout)])
+    if not isinstance(met, Layout):
+        return met
+    if call.out.ndim == 0 and ndim > 0:
         return call.mixed(linear=True, even=True)
-    return elementwise(call)
+    if call.out.ndim == ndim - 1 and ndim - 1 not in met.dims:
+        return call.layout(met.ids.squeeze(-1))
+    return met if call.out.ndim == ndim else call.mixed()
+
+
+def compared(call: Call) -> Mark:
+    """cosine_similarity(x1, x2, dim): rows meet one to one and the compared dimension goes."""
+    ndim = max(t.ndim for t, _ in call.marks)
+    met = merged(call, [aligned(mark.ids, ndim) for _, mark in call.marks if isinstance(mark, Layout)])
+    dim = call.arg(2, "dim", 1) % max(1, ndim)
+    if not isinstance(met, Layout) or dim in met.dims:
+        return call.mixed()
+    return call.layout(met.ids.squeeze(dim))
 
 
 def class_loss(call: Call) -> Mark:
@@ -106,11 +194,20 @@ def class_loss(call: Call) -> Mark:
     if class_dim in layout.dims:
         return call.mixed()
     target, weight = call.args[1], call.arg(2, "weight")
+    met = call.layout(layout.ids.squeeze(class_dim))
+    for t, mark in call.marks[1:]:
+        assert isinstance(mark, Layout)
+        if t is not target:
+            return Lost(call.name)
+        of_target = mark.ids.squeeze(class_dim) if t.ndim == tensor.ndim else mark.ids
+        both = merged(call, [met.ids, of_target]) if of_target.ndim == met.ids.ndim else call.mixed()
+        if not isinstance(both, Layout):
+            return both
     if call.out.ndim == 0 and tensor.ndim > 1:
         mean = call.arg(3, "reduction", 1) == 1
         uneven = mean and (weight is not None or _ignores(call, target))
         return call.mixed(linear=True, even=not uneven)
-    return call.layout(layout.ids.squeeze(class_dim))
+    return met
 
 
 def _ignores(call: Call, target: Tensor) -> bool:

@@ -67,8 +67,11 @@ def repeated(call: Call) -> Mark:
 def indexed_along(call: Call) -> Mark:
     """Ops that pick, cut or reorder along one dimension."""
     tensor, layout = call.subject
-    position = 1 if call.name not in DIM_IS_SECOND else 2
-    given = call.arg(position, "dims" if call.name in ("flip", "roll") else "dim", 0)
+    if call.name == "flip":
+        given = call.kwargs.get("dims", call.args[1] if len(call.args) == 2 else call.args[1:])
+    else:
+        position = 1 if call.name not in DIM_IS_SECOND else 2
+        given = call.arg(position, "dims" if call.name == "roll" else "dim", 0)
     dims = [d % tensor.ndim for d in (given if isinstance(given, list | tuple) else [given])]
     if not any(layout.ids.shape[d] != 1 for d in dims):
         ids = layout.ids
@@ -88,22 +91,83 @@ def indexed_along(call: Call) -> Mark:
 
 
 def indexed(call: Call) -> Mark:
-    """x[index]: the index is applied to the ids, spelt out along the dimensions that it consumes."""
+    """x[index]: the index is applied to the ids. A constant indexed by data has the samples of the index."""
     tensor, layout = call.subject
     if tensor is not call.args[0]:
-        return Lost(call.name)  # a table of constants indexed by data
-    index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
-    if any(isinstance(i, list) for i in index):
-        index = tuple(torch.tensor(i) if isinstance(i, list) else i for i in index)
-    index = tuple(i.cpu() if isinstance(i, Tensor) else i for i in index)
-    consumed = sum(_consumed(i) for i in index)
-    dots = [k for k, i in enumerate(index) if i is Ellipsis]
-    if dots:
-        fill = (slice(None),) * (tensor.ndim - consumed)
-        index = index[: dots[0]] + fill + index[dots[0] + 1 :]
-        consumed = tensor.ndim
+        leads = isinstance(call.args[1], Tensor) and tensor is call.args[1] and tensor.dtype != torch.bool
+        return call.layout(unsqueezed(layout.ids, call.out.ndim)) if leads else Lost(call.name)
+    index, consumed = spelt_index(call.args[1], tensor.ndim)
     ids = layout.ids.expand([*tensor.shape[:consumed], *layout.ids.shape[consumed:]])
     return call.layout(compressed(ids[index]))
+
+
+def written(call: Call, before: Layout | None) -> Mark:
+    """x[index] = value: the ids of the value are written into those of x."""
+    target, value = call.args[0], call.args[2]
+    of_value = next((mark for t, mark in call.marks if t is value), None)
+    if of_value is None:
+        return before or Lost(call.name)
+    assert isinstance(of_value, Layout)
+    index, consumed = spelt_index(call.args[1], target.ndim)
+    ids = torch.full([1] * target.ndim, NO_SAMPLE) if before is None else before.ids
+    if any(d >= consumed for d in range(target.ndim) if ids.shape[d] != 1):
+        consumed = target.ndim
+    ids = ids.expand([*target.shape[:consumed], *ids.shape[consumed:]]).clone()
+    ids[index] = aligned(of_value.ids, ids[index].ndim)
+    return Layout(compressed(ids), of_value.num_samples)
+
+
+def added_along(call: Call) -> Mark:
+    """x.index_add(dim, index, source): rows of the source land on rows of x, which must be of the same sample."""
+    target, dim, index, source = call.args[0], call.arg(1, "dim"), call.arg(2, "index"), call.arg(3, "source")
+    layouts = {id(t): mark for t, mark in call.marks if isinstance(mark, Layout)}
+    if id(source) not in layouts:
+        return layouts[id(target)] if id(target) in layouts else Lost(call.name)
+    dim, index = dim % max(1, target.ndim), index.cpu()
+    of_source = layouts[id(source)].ids
+    shape = list(of_source.shape)
+    of_source = of_source.expand([*shape[:dim], len(index), *shape[dim + 1 :]])
+    shape[dim] = target.shape[dim]
+    landed = torch.full(shape, NO_SAMPLE).index_copy(dim, index, of_source)
+    if not torch.equal(landed.index_select(dim, index), of_source):
+        return call.mixed()
+    if id(target) not in layouts:
+        return call.layout(compressed(landed))
+    return merged(call, [layouts[id(target)].ids, landed])
+
+
+def gathered(call: Call) -> Mark:
+    """x.gather(dim, index): an element comes from the sample that it is picked from."""
+    tensor, layout = call.subject
+    if tensor is not call.args[0]:
+        return Lost(call.name)
+    position, index_position = (1, 2) if call.name == "gather" else (2, 1)
+    dim, index = call.arg(position, "dim"), call.arg(index_position, "index", call.kwargs.get("indices"))
+    if dim is None:
+        return Lost(call.name)
+    dim = dim % max(1, tensor.ndim)
+    if layout.ids.shape[dim] == 1:
+        return call.layout(layout.ids)
+    ids = layout.ids.expand([index.shape[d] if d != dim else tensor.shape[d] for d in range(tensor.ndim)])
+    return call.layout(compressed(ids.gather(dim, index.cpu())))
+
+
+def spelt_index(index: Any, ndim: int) -> tuple[tuple, int]:
+    """An index as a tuple without Ellipsis, its tensors on the CPU, and how many dimensions it consumes."""
+    parts = index if isinstance(index, tuple) else (index,)
+    parts = tuple(torch.tensor(i) if isinstance(i, list) else i for i in parts)
+    parts = tuple(i.cpu() if isinstance(i, Tensor) else i for i in parts)
+    consumed = sum(_consumed(i) for i in parts)
+    dots = [k for k, i in enumerate(parts) if i is Ellipsis]
+    if not dots:
+        return parts, consumed
+    fill = (slice(None),) * (ndim - consumed)
+    return parts[: dots[0]] + fill + parts[dots[0] + 1 :], ndim
+
+
+def unsqueezed(ids: Tensor, ndim: int) -> Tensor:
+    """ids with trailing dimensions of size 1."""
+    return ids.reshape(ids.shape + (1,) * (ndim - ids.ndim))
 
 
 def _consumed(index: Any) -> int:

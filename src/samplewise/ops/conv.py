@@ -50,3 +50,31 @@ def conv(
     meeting.use(weight, lambda g, x: Patches(images(x), images(g), geometry), keep=(input,))
     meeting.use(bias, lambda g: Dense(images(g).sum((1, *range(3, 3 + num_spatial)))))
     return meeting.func(input, meeting.plain(weight), meeting.plain(bias), stride, padding, dilation, groups)
+
+
+@rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+def conv_transpose(
+    meeting: Meeting,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Any:
+    """y is what a convolution would map to x, so weight gets x ⊗ patches of g: a convolution with x and g swapped."""
+    if not meeting.is_data(input) or meeting.is_data(weight) or meeting.is_data(bias):
+        return NotImplemented
+    num_spatial = weight.ndim - 2
+    if input.ndim != num_spatial + 2:
+        return NotImplemented
+    images = meeting.rows(input, features=num_spatial + 1)
+    if images is None:
+        return NotImplemented
+    kernel, dilations = tuple(weight.shape[2:]), _each(dilation, num_spatial)
+    geometry = Geometry(kernel, _each(stride, num_spatial), _padding(padding, kernel, dilations), dilations, groups)
+    meeting.use(weight, lambda g, x: Patches(images(g).conj(), images(x).conj(), geometry), keep=(input,))
+    meeting.use(bias, lambda g: Dense(images(g).sum((1, *range(3, 3 + num_spatial)))))
+    return meeting.func(input, meeting.plain(weight), meeting.plain(bias), stride, padding, output_padding, groups, dilation)

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samplewise.factors.rows import Rows
-from samplewise.ops.registry import Meeting, rule
+from samplewise.ops.registry import Meeting, expansion, rule
+from samplewise.samples import Fold
 
 
 @rule(F.embedding)
@@ -45,3 +46,68 @@ def embedding(
 
     meeting.use(weight, rows, keep=(input,))
     return F.embedding(input, meeting.plain(weight), padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+
+
+@rule(F.embedding_bag)
+def embedding_bag(
+    meeting: Meeting,
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
+    """y[i] = sum or mean of weight[ids of bag i], so row v of weight gets g of every bag that holds v."""
+    bag_ids = input if offsets is None else offsets
+    if not meeting.is_data(bag_ids) or meeting.is_weight(per_sample_weights) or scale_grad_by_freq or mode == "max":
+        return NotImplemented
+    layout = meeting.layout(bag_ids)
+    if layout.dims not in ((0,), ()):
+        return NotImplemented
+    num_rows = weight.shape[0]
+    if padding_idx is not None:
+        padding_idx = padding_idx % num_rows
+
+    def rows(g: Tensor, ids: Tensor, *rest: Tensor) -> Rows:
+        num_bags = g.shape[0]
+        if offsets is None:
+            bag = torch.arange(num_bags, device=ids.device).repeat_interleave(ids.shape[1])
+        else:
+            ends = torch.cat([rest[0][1:], rest[0].new_tensor([len(ids)])])[:num_bags]
+            bag = torch.repeat_interleave(torch.arange(num_bags, device=ids.device), ends - rest[0][:num_bags])
+        flat = ids.flatten()
+        counts = (flat != padding_idx) if padding_idx is not None else torch.ones_like(flat, dtype=torch.bool)
+        scale = counts.to(g.dtype)
+        if mode == "mean":
+            scale = scale / torch.zeros(num_bags, dtype=g.dtype, device=g.device).index_add_(0, bag, scale).clamp(min=1)[bag]
+        if per_sample_weights is not None:
+            scale = scale * rest[-1].flatten()
+        sample = layout.ids.flatten().expand(num_bags)[bag.cpu()]
+        positions = Fold(sample, layout.num_samples)
+        return Rows(positions(flat), positions(g[bag] * scale.unsqueeze(1)), num_rows=num_rows)
+
+    keep = [t for t in (input, offsets, per_sample_weights) if t is not None]
+    meeting.use(weight, rows, keep=tuple(keep))
+    return F.embedding_bag(
+        input, meeting.plain(weight), offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,
+        include_last_offset, padding_idx,
+    )  # fmt: skip
+
+
+@expansion(torch.Tensor.__getitem__, torch.index_select, torch.Tensor.index_select)
+def picked_rows(meeting: Meeting, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """weight[ids] along the first dimension, for ids of the batch: an embedding with the rest of the weight as features."""
+    if meeting.name == "index_select":
+        dim, ids = (*args, kwargs.get("dim"), kwargs.get("index"))[:2]
+    else:
+        dim, ids = 0, args[0]
+    if dim != 0 or not meeting.is_weight(input) or not meeting.is_data(ids) or ids.dtype == torch.bool or input.ndim == 0:
+        return NotImplemented
+    ids = torch.where(ids < 0, ids + input.shape[0], ids)
+    return F.embedding(ids, input.reshape(input.shape[0], -1)).reshape(*ids.shape, *input.shape[1:])

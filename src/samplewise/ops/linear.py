@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samplewise.contraction import along, in_order, operands
+from samplewise.factors.blocks import Blocks
 from samplewise.factors.dense import Dense
 from samplewise.factors.outer import Outer
 from samplewise.ops.pointwise import spread_sum
@@ -57,6 +58,50 @@ def added_product(meeting: Meeting, input: Tensor, *args: Any, beta: Any = 1, al
         meeting.use(input, lambda g: spread_sum(g * beta, layout, tuple(input.shape)))
     plain = [meeting.plain(a) for a in (input, *args)]
     return meeting.func(*plain, beta=beta, alpha=alpha, **{k: meeting.plain(v) for k, v in kwargs.items()})
+
+
+@rule(F.bilinear)
+def bilinear(meeting: Meeting, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """y_o = x1 · weight_o · x2 + bias_o, so weight gets g ⊗ x1 ⊗ x2 and bias gets g."""
+    data = [x for x in (input1, input2) if meeting.is_data(x)]
+    others = [t for t in (weight, bias) if meeting.is_data(t)]
+    layouts = [meeting.layout(x) for x in data]
+    if others or any(map(meeting.is_weight, (input1, input2))) or not data:
+        return NotImplemented
+    if any(not torch.equal(layout.ids, layouts[0].ids) for layout in layouts) or input1.ndim - 1 in layouts[0].dims:
+        return NotImplemented
+    rows = layouts[0].fold(1)
+    shape = tuple(weight.shape)
+
+    def outer(g: Tensor, x1: Tensor, x2: Tensor) -> Outer:
+        a = rows((x1.unsqueeze(-1) * x2.unsqueeze(-2)).flatten(-2))
+        return Outer(a.unsqueeze(2), rows(g).unsqueeze(2), sizes=shape, order=(0, 1, 2), shape=shape)
+
+    meeting.use(weight, outer, keep=(input1, input2))
+    meeting.use(bias, lambda g: Dense(rows(g).sum(1)))
+    return F.bilinear(input1, input2, meeting.plain(weight), meeting.plain(bias))
+
+
+@rule(*(f for f in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if f is not None))
+def grouped_product(meeting: Meeting, input: Tensor, mat2: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Rows of x, sorted by group, each times the matrix of its group (experts): weight[e] gets g ⊗ x of its rows."""
+    offs = args[0] if args else kwargs.get("offs")
+    if not meeting.is_data(input) or not meeting.is_weight(mat2) or offs is None or input.ndim != 2 or mat2.ndim != 3:
+        return NotImplemented
+    layout = meeting.layout(input)
+    if 1 in layout.dims:
+        return NotImplemented
+    ids = layout.ids.expand(input.shape[0], 1).squeeze(1)
+    ends = offs.tolist()
+    cuts = list(zip([0, *ends[:-1]], ends, strict=True))
+    folds = [Layout(ids[start:end], layout.num_samples).fold(0) for start, end in cuts]
+
+    def blocks(g: Tensor, x: Tensor) -> Blocks:
+        parts = [(fold(g[start:end]), fold(x[start:end])) for fold, (start, end) in zip(folds, cuts, strict=True)]
+        return Blocks([Outer.of_rows(g_BTO, x_BTI) for g_BTO, x_BTI in parts])
+
+    meeting.use(mat2, blocks, keep=(input,))
+    return meeting.func(input, meeting.plain(mat2), *args, **kwargs)
 
 
 def _plain_in(meeting: Meeting):

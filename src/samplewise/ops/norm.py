@@ -9,6 +9,7 @@ from torch import Tensor
 
 from samplewise.factors.base import wide
 from samplewise.factors.dense import Dense
+from samplewise.ops.pointwise import spread_sum
 from samplewise.ops.registry import Meeting, rule
 from samplewise.samples import Fold
 
@@ -39,6 +40,45 @@ def layer_norm(
     meeting.use(weight, scale, keep=(input, mean, rstd))
     meeting.use(bias, lambda g: Dense(rows(wide(g)).sum(1)))
     return y
+
+
+@rule(F.rms_norm)
+def rms_norm(
+    meeting: Meeting, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Any:
+    """y = x̂ · weight with x̂ = x / rms(x), so weight gets x̂ · g."""
+    features = len(normalized_shape)
+    rows = meeting.rows(input, features=features) if _one_data_input(meeting, input, weight) else None
+    if rows is None:
+        return NotImplemented
+
+    def scale(g: Tensor, x: Tensor) -> Dense:
+        return Dense(rows(F.rms_norm(wide(x), normalized_shape, None, eps_of_x) * wide(g)).sum(1))
+
+    eps_of_x = torch.finfo(input.dtype).eps if eps is None else eps
+    meeting.use(weight, scale, keep=(input,))
+    return F.rms_norm(input, normalized_shape, meeting.plain(weight), eps)
+
+
+@rule(F.batch_norm)
+def batch_norm(
+    meeting: Meeting,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """In eval mode: y = x̂ · weight + bias with x̂ normalised by running statistics. In training mode samples mix."""
+    images = meeting.rows(input, features=input.ndim - 1) if _one_data_input(meeting, input, weight, bias) else None
+    if images is None or training:
+        return NotImplemented
+    meeting.use(bias, lambda g: per_channel(wide(g), images))
+    scale_by(meeting, weight, input, running_mean, running_var, eps, images)
+    return F.batch_norm(input, running_mean, running_var, meeting.plain(weight), meeting.plain(bias), False, momentum, eps)
 
 
 @rule(F.group_norm)
@@ -95,15 +135,7 @@ def instance_norm(
         return NotImplemented
     meeting.use(bias, lambda g: per_channel(wide(g), images))
     if not use_input_stats:
-
-        def scale_by_running(g: Tensor, x: Tensor, mean: Tensor, var: Tensor) -> Dense:
-            shape = (1, -1, *[1] * (x.ndim - 2))
-            normalised = (wide(x) - mean.reshape(shape)) * (var.reshape(shape) + eps).rsqrt()
-            return per_channel(normalised * wide(g), images)
-
-        assert running_mean is not None
-        assert running_var is not None
-        meeting.use(weight, scale_by_running, keep=(input, running_mean, running_var))
+        scale_by(meeting, weight, input, running_mean, running_var, eps, images)
         return F.instance_norm(
             input, running_mean, running_var, meeting.plain(weight), meeting.plain(bias), False, momentum, eps
         )
@@ -129,6 +161,39 @@ def instance_norm(
 
     meeting.use(weight, scale, keep=(input, mean.detach(), rstd.detach()))
     return y.reshape(input.shape)
+
+
+def scale_by(
+    meeting: Meeting, weight: Any, input: Tensor, mean: Tensor | None, var: Tensor | None, eps: float, images: Fold
+) -> None:
+    """Weight gets x̂ · g with x̂ normalised by given statistics."""
+
+    def scale(g: Tensor, x: Tensor, mean: Tensor, var: Tensor) -> Dense:
+        shape = (1, -1, *[1] * (x.ndim - 2))
+        normalised = (wide(x) - mean.reshape(shape)) * (var.reshape(shape) + eps).rsqrt()
+        return per_channel(normalised * wide(g), images)
+
+    assert mean is not None
+    assert var is not None
+    meeting.use(weight, scale, keep=(input, mean, var))
+
+
+@rule(torch.prelu, torch.Tensor.prelu, F.prelu)
+def prelu(meeting: Meeting, input: Tensor, weight: Tensor) -> Any:
+    """y = max(0, x) + weight · min(0, x) with a weight for all or one a channel, so weight gets g · min(0, x)."""
+    if not _one_data_input(meeting, input, weight) or (weight.numel() != 1 and input.ndim < 2):
+        return NotImplemented
+    layout = meeting.layout(input)
+    shape = (1,) if weight.numel() == 1 else (weight.numel(), *[1] * (input.ndim - 2))
+    if weight.numel() != 1 and 1 in layout.dims:
+        return NotImplemented
+
+    def slope(g: Tensor, x: Tensor) -> Dense:
+        G = spread_sum(wide(g) * wide(x).clamp(max=0), layout, shape).G
+        return Dense(G.reshape(len(G), *weight.shape))
+
+    meeting.use(weight, slope, keep=(input,))
+    return F.prelu(input, meeting.plain(weight))
 
 
 def per_channel(t: Tensor, images: Fold) -> Dense:

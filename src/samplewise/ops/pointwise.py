@@ -5,10 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from samplewise.factors.base import wide
 from samplewise.factors.dense import Dense
 from samplewise.flow import aligned
+from samplewise.flow.call import compressed
+from samplewise.flow.moves import spelt_index
 from samplewise.ops.registry import Meeting, rule
 from samplewise.samples import Layout
 
@@ -38,6 +41,21 @@ def pointwise(meeting: Meeting) -> Any:
 def masked_fill(meeting: Meeting, input: Tensor, mask: Tensor, value: Any) -> Any:
     """where(mask, value, x): masked_fill itself takes no value of the result's shape."""
     return pointwise(replace(meeting, func=torch.where, args=(mask, value, input), kwargs={}))
+
+
+@rule(torch.Tensor.__setitem__)
+def written(meeting: Meeting, target: Tensor, index: Any, value: Tensor) -> Any:
+    """x[index] = weight: the weight gets g of the elements that it was written to."""
+    if not meeting.is_data(target) or not meeting.is_weight(value) or any(map(meeting.is_data, tree_leaves(index))):
+        return NotImplemented
+    layout = meeting.layout(target)
+    spelt, consumed = spelt_index(index, target.ndim)
+    ids = layout.ids.expand([*target.shape[:consumed], *layout.ids.shape[consumed:]])
+    here = Layout(compressed(ids[spelt]), layout.num_samples)
+    source = unspread(value)
+    spread = source.detach().expand(target[index].shape)
+    target[index] = meeting.gate(source, spread, lambda g: spread_sum(g, here, tuple(source.shape)))
+    return None
 
 
 @rule(torch.cat, torch.concat, torch.concatenate, torch.stack)

@@ -40,7 +40,15 @@ class Meeting:
     is_weight: Callable[[Any], bool]
     gate: Callable[[Tensor, Tensor, FactorOf], Tensor]
     """gate(weight, spread, factor_of): `spread` again, handing the gradient that it gets to `factor_of`."""
+    tap: Callable[[Tensor], Tensor]
+    """tap(t): `t` again, whose gradient goes to the uses so far; for a rule that taps something else than its result."""
     uses: list[Use] = field(default_factory=list)
+    marks: list[Layout] | None = None
+
+    def marked(self, results: list[Tensor], layouts: list[Layout]) -> tuple[Tensor, ...]:
+        """The results of a rule that knows their layouts itself."""
+        self.marks = layouts
+        return tuple(results)
 
     def plain(self, t: Any) -> Any:
         """`t`, without gradient if it is a weight."""
@@ -76,6 +84,19 @@ def rule(*funcs: Callable) -> Callable[[Rule], Rule]:
 
     def register(function: Rule) -> Rule:
         RULES.update(dict.fromkeys(funcs, function))
+        return function
+
+    return register
+
+
+EXPANSIONS: dict[Callable, Rule] = {}
+
+
+def expansion(*funcs: Callable) -> Callable[[Rule], Rule]:
+    """Registers for these functions how to write them in ops that have rules: called like a rule, but watched."""
+
+    def register(function: Rule) -> Rule:
+        EXPANSIONS.update(dict.fromkeys(funcs, function))
         return function
 
     return register

@@ -1,0 +1,37 @@
+"""A weight of several matrices, each with a factor of its own: experts."""
+
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from samplewise.factors.base import Factor
+
+
+class Blocks(Factor):
+    """G[b] = the stacked gradients of the blocks."""
+
+    def __init__(self, blocks: list[Factor]):
+        self.blocks = blocks
+        self.num_samples, self.shape = blocks[0].num_samples, (len(blocks), *blocks[0].shape)
+
+    def materialize(self) -> Tensor:
+        return torch.stack([block.materialize() for block in self.blocks], 1)
+
+    def select(self, samples: Tensor | slice) -> "Blocks":
+        return Blocks([block.select(samples) for block in self.blocks])
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(t for block in self.blocks for t in block.tensors())
+
+    def sq_norms(self) -> Tensor:
+        return reduce(torch.add, (block.sq_norms() for block in self.blocks))
+
+    def weighted_sum(self, w_B: Tensor) -> Tensor:
+        return torch.stack([block.weighted_sum(w_B) for block in self.blocks])
+
+    def arranged(self, sizes: tuple[int, ...], order: tuple[int, ...], shape: tuple[int, ...]) -> Factor:
+        if order[0] == 0 and sizes == self.shape and shape[0] == len(self.blocks):  # within each block
+            inner = tuple(d - 1 for d in order[1:])
+            return Blocks([block.arranged(sizes[1:], inner, shape[1:]) for block in self.blocks])
+        return super().arranged(sizes, order, shape)

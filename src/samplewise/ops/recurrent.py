@@ -1,0 +1,222 @@
+"""RNN, LSTM and GRU: sequence Outers of the gradients of the gates.
+
+A layer's input weights act on the whole sequence at once, so they are an ordinary linear layer. What is left is the
+recurrence. Asked to run it with the identity as input weights, torch's own kernel hands back the gradient of every gate
+of every step as the gradient of its input, and the recurrent weights get g ⊗ h of the step before.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from samplewise.factors.dense import Dense
+from samplewise.factors.outer import Outer
+from samplewise.ops.registry import Meeting, expansion, rule
+from samplewise.samples import Layout
+
+KERNELS = {"lstm": torch.lstm, "gru": torch.gru, "rnn_tanh": torch.rnn_tanh, "rnn_relu": torch.rnn_relu}
+
+
+@expansion(*KERNELS.values())
+def recurrent(meeting: Meeting, input: Tensor, *args: Any) -> Any:
+    """All layers and directions, one `recurrence` each."""
+    if isinstance(args[0], Tensor) and args[0].ndim == 1 and not args[0].is_floating_point():
+        batch_sizes, hx, weights, has_biases, num_layers, dropout, train, bidirectional = args
+        batch_first = False
+    else:
+        hx, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first = args
+        batch_sizes = None
+    states = list(hx) if isinstance(hx, list | tuple) else [hx]
+    num_directions = 2 if bidirectional else 1
+    a_direction = len(weights) // (num_layers * num_directions)
+    projects = a_direction % 2 == 1
+    x = input.transpose(0, 1) if batch_first else input
+    last: list[list[Tensor]] = []
+    for layer in range(num_layers):
+        outputs = []
+        for direction in range(num_directions):
+            k = layer * num_directions + direction
+            w_ih, w_hh, *biases = weights[k * a_direction : (k + 1) * a_direction]
+            w_hr = biases.pop() if projects else None
+            b_ih, b_hh = biases or (None, None)
+            first = [state[k : k + 1] for state in states]
+            gates = F.linear(x, w_ih, b_ih)
+            if any(map(meeting.is_weight, states)):  # a learned state is the same for all samples
+                first = [s + torch.zeros_like(_first_step(gates, batch_sizes, s)) for s in first]
+            if w_hr is not None:
+                y, *ends = projected(gates, first, w_hh, b_hh, w_hr, batch_sizes, direction == 1)
+            else:
+                y, *ends = recurrence(meeting.name, gates, first, w_hh, b_hh, batch_sizes, direction == 1)
+            outputs.append(y)
+            last.append(ends)
+        x = torch.cat(outputs, -1) if bidirectional else outputs[0]
+        if dropout and train and layer < num_layers - 1:
+            x = F.dropout(x, dropout)
+    ends = [torch.cat(states) for states in zip(*last, strict=True)]
+    return (x.transpose(0, 1) if batch_first else x), *ends
+
+
+def _first_step(gates: Tensor, batch_sizes: Tensor | None, state: Tensor) -> Tensor:
+    """Data of the shape of a state, one row a sample."""
+    rows = gates[:1] if batch_sizes is None else gates[: int(batch_sizes[0])].unsqueeze(0)
+    return rows[..., : state.shape[-1]]
+
+
+def recurrence(
+    kind: str, gates: Tensor, first: list[Tensor], w_hh: Tensor, b_hh: Tensor | None, batch_sizes: Any, backwards: bool
+) -> tuple[Tensor, ...]:
+    """(outputs, *last states) of one layer in one direction, from the gates' share of its input."""
+    tensors = [gates, *first, w_hh, *([] if b_hh is None else [b_hh])]
+    if has_torch_function(tensors):
+        return handle_torch_function(recurrence, tensors, kind, gates, first, w_hh, b_hh, batch_sizes, backwards)
+    return run(kind, gates, first, w_hh, b_hh, batch_sizes, backwards)
+
+
+def run(kind: str, gates: Tensor, first: list[Tensor], w_hh: Tensor, b_hh: Any, batch_sizes: Any, backwards: bool) -> Any:
+    width = gates.shape[-1]
+    identity = torch.eye(width, dtype=gates.dtype, device=gates.device)
+    nothing = gates.new_zeros(width)
+    hx = first if kind == "lstm" else first[0]
+    if backwards:
+        gates = reversed_steps(gates, batch_sizes)
+    weights = [identity, w_hh, nothing, nothing if b_hh is None else b_hh]
+    if batch_sizes is None:
+        y, *ends = KERNELS[kind](gates, hx, weights, True, 1, 0.0, False, False, False)
+    else:
+        y, *ends = KERNELS[kind](gates, batch_sizes, hx, weights, True, 1, 0.0, False, False)
+    return (reversed_steps(y, batch_sizes) if backwards else y), *ends
+
+
+@rule(recurrence)
+def recurrence_rule(
+    meeting: Meeting,
+    kind: str,
+    gates: Tensor,
+    first: list[Tensor],
+    w_hh: Tensor,
+    b_hh: Any,
+    batch_sizes: Any,
+    backwards: bool,
+) -> Any:
+    """gate gradients g [T, B, gates]; w_hh gets g ⊗ h of the step before and b_hh gets g.
+
+    In a GRU the hidden share of the last gate is multiplied by r before it is added, so its gradient is r · g.
+    """
+    layout = meeting.layout(gates)
+    rows = layout.fold(1)
+    seen: list[Tensor] = []  # the outputs, known once the kernel has run
+
+    def hidden_gates(g: Tensor, gates: Tensor, before: Tensor, w_hh: Tensor, *b_hh: Tensor) -> Tensor:
+        if kind != "gru":
+            return g
+        H = before.shape[-1]
+        r = torch.sigmoid(gates[..., :H] + F.linear(before, w_hh[:H], b_hh[0][:H] if b_hh else None))
+        return torch.cat([g[..., : 2 * H], g[..., 2 * H :] * r], -1)
+
+    def steps_before(h0: Tensor) -> Tensor:
+        return previous(seen[0].detach(), h0[0], batch_sizes, backwards)
+
+    def weight(g: Tensor, gates: Tensor, h0: Tensor, w_hh: Tensor, *b_hh: Tensor) -> Outer:
+        before = steps_before(h0)
+        return Outer.of_rows(rows(before), rows(hidden_gates(g, gates, before, w_hh, *b_hh)))
+
+    def bias(g: Tensor, gates: Tensor, h0: Tensor, w_hh: Tensor, *b_hh: Tensor) -> Dense:
+        return Dense(rows(hidden_gates(g, gates, steps_before(h0), w_hh, *b_hh)).sum(1))
+
+    plain_w, plain_b = meeting.plain(w_hh), meeting.plain(b_hh)
+    keep = (gates, first[0], plain_w, *([] if plain_b is None else [plain_b]))
+    meeting.use(w_hh, weight, keep=keep)
+    meeting.use(b_hh, bias, keep=keep)
+    tapped = meeting.tap(gates)
+    y, *ends = run(kind, tapped, first, plain_w, plain_b, batch_sizes, backwards)
+    seen.append(y)
+    states = states_layout(layout, gates, batch_sizes)
+    return meeting.marked([y, *ends], [layout] + [states] * len(ends))
+
+
+def states_layout(layout: Layout, gates: Tensor, batch_sizes: Tensor | None) -> Layout:
+    """Of a state [1, B, H]."""
+    ids = layout.ids.expand(gates.shape[0], *layout.ids.shape[1:]) if batch_sizes is not None else layout.ids[:1]
+    ids = ids[: int(batch_sizes[0])] if batch_sizes is not None else ids
+    return Layout(ids.reshape(1, -1, 1), layout.num_samples)
+
+
+def previous(y: Tensor, h0: Tensor, batch_sizes: Tensor | None, backwards: bool) -> Tensor:
+    """The state that each step started from: the output of the step before it, h0 [B, H] for the first."""
+    if batch_sizes is None:
+        return torch.cat([y[1:], h0.unsqueeze(0)] if backwards else [h0.unsqueeze(0), y[:-1]])
+    steps = list(y.split(batch_sizes.tolist()))
+    if not backwards:
+        return torch.cat([h0, *(step[: len(following)] for step, following in pairwise(steps))])
+    before = [torch.cat([following, h0[len(following) : len(step)]]) for step, following in pairwise(steps)]
+    return torch.cat([*before, h0[: len(steps[-1])]])
+
+
+def reversed_steps(t: Tensor, batch_sizes: Tensor | None) -> Tensor:
+    """The sequences of `t` from their own last step to their first."""
+    if batch_sizes is None:
+        return t.flip(0)
+    sizes = batch_sizes.tolist()
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    lengths = [sum(size > b for size in sizes) for b in range(sizes[0])]
+    order = [starts[lengths[b] - 1 - k] + b for k, size in enumerate(sizes) for b in range(size)]
+    return t[torch.tensor(order, device=t.device)]
+
+
+def projected(
+    gates: Tensor, first: list[Tensor], w_hh: Tensor, b_hh: Any, w_hr: Tensor, batch_sizes: Any, backwards: bool
+) -> tuple[Tensor, ...]:
+    """(outputs, *last states) of an LSTM with a projection of its output, step by step."""
+    if backwards:
+        gates = reversed_steps(gates, batch_sizes)
+    steps = gates.unbind(0) if batch_sizes is None else gates.split(batch_sizes.tolist())
+    h, c = (state[0] for state in first)
+    outputs, ended = [], []
+    for step in steps:
+        if len(step) < len(h):  # sequences that have ended keep their state
+            ended.append((h[len(step) :], c[len(step) :]))
+            h, c = h[: len(step)], c[: len(step)]
+        i, f, g, o = (step + F.linear(h, w_hh, b_hh)).chunk(4, -1)
+        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        h = F.linear(torch.sigmoid(o) * torch.tanh(c), w_hr)
+        outputs.append(h)
+    ended.append((h, c))
+    h, c = (torch.cat(states) for states in zip(*reversed(ended), strict=True))
+    y = torch.stack(outputs) if batch_sizes is None else torch.cat(outputs)
+    return (reversed_steps(y, batch_sizes) if backwards else y), h.unsqueeze(0), c.unsqueeze(0)
+
+
+@expansion(torch.lstm_cell)
+def lstm_cell(
+    meeting: Meeting, input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
+) -> Any:
+    """One step, written out: i, f, g, o gates."""
+    h, c = hx
+    i, f, g, o = (F.linear(input, w_ih, b_ih) + F.linear(h, w_hh, b_hh)).chunk(4, -1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+@expansion(torch.gru_cell)
+def gru_cell(
+    meeting: Meeting, input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
+) -> Any:
+    """One step, written out: r, z, n gates."""
+    xr, xz, xn = F.linear(input, w_ih, b_ih).chunk(3, -1)
+    hr, hz, hn = F.linear(hx, w_hh, b_hh).chunk(3, -1)
+    z = torch.sigmoid(xz + hz)
+    n = torch.tanh(xn + torch.sigmoid(xr + hr) * hn)
+    return (1 - z) * n + z * hx
+
+
+@expansion(torch.rnn_tanh_cell, torch.rnn_relu_cell)
+def rnn_cell(
+    meeting: Meeting, input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
+) -> Any:
+    """One step, written out."""
+    gate = F.linear(input, w_ih, b_ih) + F.linear(hx, w_hh, b_hh)
+    return torch.tanh(gate) if meeting.name == "rnn_tanh_cell" else torch.relu(gate)
