@@ -1,5 +1,6 @@
 """`with capture(model)`: owns the uses of the parameters, from the model's forward to the end of its backward."""
 
+import threading
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from types import TracebackType
@@ -8,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from samplewise.errors import SamplesMixError, SamplewiseError, UnattributedError
@@ -43,10 +45,13 @@ class Capture:
         self.model = model
         self.batch_size, self.batch_dim, self.loss_reduction = batch_size, batch_dim, loss_reduction
         self.parameters, self._aliases = captured_parameters(model, params, exclude)
-        self.weights = Weights(self.parameters)
         self.marks: Marks[Mark] = Marks()
+        self.constants: Marks[bool] = Marks()
+        for t in (*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)):
+            self.constants.set(t, True)
         self.anchor = torch.zeros((), requires_grad=True)
         self.anchor_node = get_gradient_edge(self.anchor).node
+        self.weights = Weights(self.parameters, self.anchor_node)
         self._factors: dict[str, list[Factor]] = {}
         self._versions: list[tuple[str, Tensor, int]] = []
         self._scale: float | None = None
@@ -60,6 +65,13 @@ class Capture:
     def __enter__(self) -> Self:
         if self._intercept is not None:
             raise SamplewiseError("a capture holds one batch and is entered once. Make a new one: capture(model).")
+        for outer in _get_current_function_mode_stack():
+            shared = self._shared_with(outer)
+            if shared:
+                raise SamplewiseError(
+                    f"parameter {shared[0]!r} is captured already by a block around this one, which would miss what this one "
+                    "takes. Give each its own parameters: capture(model, params=[...])."
+                )
         self._watch_modules()
         self._guard_parameters()
         self._is_open = True
@@ -73,6 +85,12 @@ class Capture:
         self._is_open = False
         self._let_go()
 
+    def _shared_with(self, mode: Any) -> list[str]:
+        if not isinstance(mode, Intercept):
+            return []
+        theirs = {id(p) for p in mode.weights.parameters.values()}
+        return [name for name, p in self.parameters.items() if id(p) in theirs]
+
     def _let_go(self) -> None:
         for handle in self._handles:
             handle.remove()
@@ -81,14 +99,16 @@ class Capture:
     def _watch_modules(self) -> None:
         """Tensors passed to the model, or to a part of it, from outside are the batch."""
 
+        thread = threading.get_ident()
+
         def entered(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            if self._outermost is None:
+            if self._outermost is None and threading.get_ident() == thread:
                 self._outermost = module
                 self._handles.append(module.register_forward_hook(left, always_call=True))
                 self._mark_inputs(args, kwargs)
 
         def left(module: nn.Module, args: tuple, out: Any) -> None:
-            if self._outermost is module:
+            if self._outermost is module and threading.get_ident() == thread:
                 self._outermost = None
                 self._handles.pop().remove()
 
@@ -126,6 +146,16 @@ class Capture:
         leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         inputs = [t for t in leaves if self.marks.get(t) is None and self.weights.get(t) is None]
         dim = self.batch_dim
+        if inputs and self._factors:
+            raise UnattributedError(
+                "the model was called on new inputs after a backward. One capture holds one batch: open one for each "
+                "micro-batch and add up what they answer."
+            )
+        if self._outermost is not self.model and any(self.constants.get(t) is False for t in inputs):
+            raise UnattributedError(
+                "a part of the model was called on something computed inside the block from a tensor of which it is not "
+                "known where its samples lie. Mark that tensor first, grads.mark(tensor), or call the whole model."
+            )
         sizes = {t.shape[dim] for t in inputs if t.ndim > dim}
         if self.batch_size is None:
             sizes = sizes - {1} or sizes  # a lone 1 among others is broadcast over the batch
@@ -182,7 +212,7 @@ class Capture:
                     f'loss_reduction="mean", but the mean made by {mark.op} does not weigh all samples alike (ignored '
                     "targets, class weights or rows of unequal number). Give one loss a sample to grads.backward(losses)."
                 )
-            if isinstance(mark, Lost) or (mark is None and self.weights.reaches(loss, self.anchor_node)):
+            if isinstance(mark, Lost) or (mark is None and self.weights.is_data(loss)):
                 made_by = f"{mark.op}, of which" if isinstance(mark, Lost) else "an op that samplewise did not see, so"
                 raise UnattributedError(
                     f"the loss was made by {made_by} it is not known whether it keeps samples apart. Compute one loss a "

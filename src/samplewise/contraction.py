@@ -20,6 +20,7 @@ class Contraction:
 def matmul_letters(left: Tensor, right: Tensor) -> Contraction:
     """The letters of `left @ right`.
 
+    >>> import torch
     >>> matmul_letters(torch.zeros(5, 2, 3), torch.zeros(3, 4))
     Contraction(terms=('aij', 'jk'), out='aik')
     """
@@ -39,6 +40,7 @@ def linear_letters(x: Tensor, weight: Tensor) -> Contraction:
 def einsum_letters(equation: str, *tensors: Tensor) -> Contraction | None:
     """The letters of an einsum with its ellipsis spelt out; None where a letter repeats in one term.
 
+    >>> import torch
     >>> einsum_letters("...i,oi->...o", torch.zeros(2, 5, 3), torch.zeros(4, 3))
     Contraction(terms=('BAi', 'oi'), out='BAo')
     """

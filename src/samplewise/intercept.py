@@ -7,7 +7,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -15,7 +15,7 @@ import samplewise.ops  # noqa: F401  (registers the rules)
 from samplewise.errors import SamplesMixError, UnattributedError
 from samplewise.factors.base import Factor
 from samplewise.factors.dense import Dense
-from samplewise.flow import ELEMENTWISE, Call, Several, flow, is_in_place, op_name, routes, written
+from samplewise.flow import ELEMENTWISE, PATTERNS, Call, Several, flow, is_in_place, op_name, routes, written
 from samplewise.ops.foreign import FOREIGN, ExpandedWeight
 from samplewise.ops.generic import GenericFactor, generic
 from samplewise.ops.pointwise import pointwise
@@ -43,6 +43,10 @@ class Recorder(Protocol):
 
     weights: Weights
     marks: Marks[Mark]
+    constants: Marks[bool]
+    """Unmarked tensors made inside the block: True if from constants alone, False if from something from outside."""
+    batch_size: int | None
+    batch_dim: int
     loss_reduction: str
     anchor: Tensor
     """A leaf that every tap and gate hangs on, so that results need a gradient although the weights under them do not."""
@@ -135,7 +139,7 @@ class Intercept(TorchFunctionMode):
         if name in OPAQUE:
             return func(*args, **kwargs)
         read = {k: v for k, v in kwargs.items() if k != "out"} if "out" in kwargs else kwargs
-        tensors = [t for t in tree_leaves((args, read)) if isinstance(t, Tensor)]
+        tensors = [t for t in tree_leaves(args[:1] if name in PATTERNS else (args, read)) if isinstance(t, Tensor)]
         data: list[tuple[Tensor, Mark]] = []
         weights: list[tuple[Tensor, Weight]] = []
         for t in tensors:
@@ -143,11 +147,16 @@ class Intercept(TorchFunctionMode):
                 if not routes(name, t, mark):
                     data.append((t, mark))
             elif (weight := self.weights.get(t)) is not None:
-                weights.append((t, weight))
+                if weight.is_data:
+                    data.append((t, Lost("code that was not seen")))
+                else:
+                    weights.append((t, weight))
         if func is torch.autograd.backward:
             self.recorder.check_losses([(t, self.marks.get(t)) for t in tensors if t.requires_grad])
         if not data and not weights:
-            return func(*args, **kwargs)
+            return self._constant(func, args, kwargs, tensors)
+        if weights and not data:
+            self._refuse_strangers(name, tensors, weights)
 
         meets = bool(data and weights) and torch.is_grad_enabled()
         if meets and func in EXPANSIONS:
@@ -166,13 +175,43 @@ class Intercept(TorchFunctionMode):
                 self._inside.pop()
         if meets:
             return self._meet(func, name, args, kwargs, data, weights)
+        if not data:
+            return self._derive(func, name, args, kwargs, weights)
         out = func(*args, **kwargs)
-        if data:
-            self._mark(Call(name, func, args, kwargs, out, data))
-        else:
-            for t in tree_leaves(out):
-                if isinstance(t, Tensor):
-                    self.weights.derive(t, weights, name)
+        self._mark(Call(name, func, args, kwargs, out, data))
+        return out
+
+    def _constant(self, func: Callable, args: tuple, kwargs: dict, tensors: list[Tensor]) -> Any:
+        """Runs an op on neither data nor weights, and keeps track of what was made inside the block."""
+        out = func(*args, **kwargs)
+        known = all(self.recorder.constants.get(t) for t in tensors)
+        for t in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(t, Tensor):
+                self.recorder.constants.set(t, known)
+        return out
+
+    def _refuse_strangers(self, name: str, tensors: list[Tensor], weights: list) -> None:
+        """A tensor with a row a sample that came from outside and is not marked would pass for a constant."""
+        B, dim = self.recorder.batch_size, self.recorder.batch_dim
+        for t in tensors:
+            if t.requires_grad or self.recorder.constants.get(t) or B in (None, 1) or t.ndim <= dim or t.shape[dim] != B:
+                continue
+            raise UnattributedError(
+                f"{name} uses {describe(weights)} on a tensor {tuple(t.shape)} from outside of the block, which is not known to "
+                "hold samples, though it has as many rows. If it does, say so, grads.mark(tensor); if it is a constant, make "
+                "it a buffer of the model."
+            )
+
+    def _derive(self, func: Callable, name: str, args: tuple, kwargs: dict, weights: list) -> Any:
+        """Runs an op on weights alone, in ordinary autograd.
+
+        Its graph is walked again by queries, so what it saves is kept as it is, also where the model is checkpointed.
+        """
+        with saved_tensors_hooks(lambda t: t, lambda t: t):
+            out = func(*args, **kwargs)
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor):
+                self.weights.derive(t, weights, name)
         return out
 
     def _meet(

@@ -48,6 +48,12 @@ class Layout:
         return bool((self.ids == NO_SAMPLE).any())
 
     @cached_property
+    def is_even(self) -> bool:
+        """Whether every sample has as many elements as any other."""
+        counts = torch.bincount(self.ids.flatten() + 1, minlength=self.num_samples + 1)
+        return int(counts[0]) == 0 and bool((counts[1:] == counts[-1]).all())
+
+    @cached_property
     def _folds(self) -> dict[int, "Fold"]:
         return {}
 

@@ -27,13 +27,15 @@ class Weight:
     pull: Pull | None
     node: Any
     """Where the value stood in the graph; once it is changed in place, this no longer describes it."""
+    is_data: bool = False
+    """Not a weight after all: it depends on the batch through code that was not seen."""
 
 
 class Weights:
     """Which tensors are weights: the captured parameters, and what is derived from them."""
 
-    def __init__(self, parameters: dict[str, Tensor]):
-        self.parameters = parameters
+    def __init__(self, parameters: dict[str, Tensor], anchor_node: Any):
+        self.parameters, self._anchor_node = parameters, anchor_node
         self._known: Marks[Weight] = Marks()
         self._name_of_node = {}
         for name, parameter in parameters.items():
@@ -46,9 +48,11 @@ class Weights:
             return None
         weight = self._known.get(t)
         if weight is None or weight.node is not t.grad_fn:
-            weight = Weight(self._roots(t), None, t.grad_fn)
+            behind = _nodes_behind(t)
+            roots = frozenset(name for node, name in self._name_of_node.items() if node in behind)
+            weight = Weight(roots, None, t.grad_fn, is_data=self._anchor_node in behind)
             self._known.set(t, weight)
-        return weight if weight.roots else None
+        return weight if weight.roots or weight.is_data else None
 
     def derive(self, t: Tensor, sources: list[tuple[Tensor, Weight]], name: str) -> None:
         """Records that `t` was computed by the op from these weights alone."""
@@ -71,15 +75,13 @@ class Weights:
 
     def reached_from(self, *tensors: Tensor) -> frozenset[str]:
         """The captured parameters that ordinary autograd would reach from these tensors."""
-        return frozenset().union(*(self._roots(t) for t in tensors if t.requires_grad))
-
-    def reaches(self, t: Tensor, node: Any) -> bool:
-        """Whether a backward from `t` would run `node`."""
-        return node in _nodes_behind(t)
-
-    def _roots(self, t: Tensor) -> frozenset[str]:
-        behind = _nodes_behind(t)
+        behind = set().union(*(_nodes_behind(t) for t in tensors if t.requires_grad))
         return frozenset(name for node, name in self._name_of_node.items() if node in behind)
+
+    def is_data(self, t: Tensor) -> bool:
+        """Whether an unmarked tensor depends on the batch through code that was not seen."""
+        weight = self.get(t)
+        return weight is not None and weight.is_data
 
 
 def _nodes_behind(t: Tensor) -> set[Any]:
@@ -107,7 +109,7 @@ def _pull_through(name: str, source: Tensor, weight: Weight, t: Tensor) -> Pull 
     pull = weight.pull
     assert pull is not None
     shape, derived = tuple(source.shape), tuple(t.shape)
-    if name in SAME and shape == derived:
+    if name in SAME and shape == derived and source.is_complex() == t.is_complex():
         return pull
     if name in RESHAPED:
         return lambda factor: pull(factor.arranged(derived, tuple(range(len(derived))), shape))

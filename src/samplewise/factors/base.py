@@ -20,10 +20,9 @@ def flat(t: Tensor) -> Tensor:
     return t.flatten(1) if t.ndim > 1 else t.unsqueeze(1)
 
 
-def square_sums(t: Tensor) -> Tensor:
-    """sum of |t|² over all but the first dimension, shape [B]."""
-    t = torch.view_as_real(t) if t.is_complex() else wide(t)
-    return flat(t.square()).sum(1)
+def squares(t: Tensor) -> Tensor:
+    """|t|² element by element, in float32 or better."""
+    return t.real.square() + t.imag.square() if t.is_complex() else wide(t).square()
 
 
 class Factor(ABC):
@@ -64,7 +63,7 @@ class Factor(ABC):
 
     def sq_norms(self) -> Tensor:
         """n with n[b] = sum |G[b]|², shape [B], in float32 or better."""
-        parts = [square_sums(part.materialize()) for _, part in self.chunks()]
+        parts = [flat(squares(part.materialize())).sum(1) for _, part in self.chunks()]
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
     def weighted_sum(self, w_B: Tensor) -> Tensor:

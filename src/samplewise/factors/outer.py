@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from samplewise.factors.base import Factor, arrange, wide
+from samplewise.factors.base import Factor, arrange, squares, wide
 
 
 class Outer(Factor):
@@ -51,7 +51,7 @@ class Outer(Factor):
 
     def sq_norms(self) -> Tensor:
         if self.a.shape[1] == 1:  # one position: |g ⊗ a|² = |g|² |a|²
-            return (_squares(self.a) * _squares(self.g)).sum((1, 2))
+            return (squares(self.a).sum(-1) * squares(self.g).sum(-1)).sum((1, 2))
         route = self._gram_sq_norms if self._gram_is_cheaper() else self._direct_sq_norms
         return torch.cat([route(wide(part.a), wide(part.g)) for _, part in self._factor_chunks()])
 
@@ -100,14 +100,9 @@ class Outer(Factor):
 
     @classmethod
     def _direct_sq_norms(cls, a: Tensor, g: Tensor) -> Tensor:
-        return _squares(cls._product(a, g)).sum((1, 2))
+        return squares(cls._product(a, g)).sum((1, 2, 3))
 
     @staticmethod
     def _product(a: Tensor, g: Tensor) -> Tensor:
         """[B, G, O, I]"""
         return g.permute(0, 2, 3, 1) @ a.conj().transpose(1, 2)
-
-
-def _squares(t: Tensor) -> Tensor:
-    """sum of |t|² over the last dimension, in float32 or better."""
-    return (torch.view_as_real(t).square().sum(-1) if t.is_complex() else wide(t).square()).sum(-1)

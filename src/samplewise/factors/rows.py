@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from samplewise.factors.base import CHUNK_ELEMENTS, Factor, wide
+from samplewise.factors.base import CHUNK_ELEMENTS, Factor, squares, wide
 
 
 class Rows(Factor):
@@ -38,8 +38,8 @@ class Rows(Factor):
         segments, segment_of = torch.unique((self.ids + sample * self.shape[0]).flatten(), return_inverse=True)
         sums = self.g.new_zeros(len(segments), self.shape[1], dtype=wide(self.g[:0]).dtype)
         sums.index_add_(0, segment_of, wide(self.g).flatten(0, 1))
-        squares = (torch.view_as_real(sums).square().sum(-1) if sums.is_complex() else sums.square()).sum(1)
-        return squares.new_zeros(B).index_add_(0, segments // max(1, self.shape[0]), squares)
+        norms = squares(sums).sum(1)
+        return norms.new_zeros(B).index_add_(0, segments // max(1, self.shape[0]), norms)
 
     def weighted_sum(self, w_B: Tensor) -> Tensor:
         g = wide(self.g)

@@ -19,6 +19,7 @@ from samplewise.flow.meets import (
     compared,
     contracted,
     embedded,
+    fourier,
     images,
     last_dims,
     loss,
@@ -26,6 +27,7 @@ from samplewise.flow.meets import (
     packed,
     padded,
     paired_rows,
+    pooled,
     recurrent,
     reduction,
     routed_product,
@@ -34,11 +36,13 @@ from samplewise.flow.meets import (
 )
 from samplewise.flow.moves import (
     added_along,
+    broadcast,
     concatenated,
     expanded,
     gathered,
     indexed,
     indexed_along,
+    last_dim_changed,
     permuted,
     repeated,
     reshaped,
@@ -46,12 +50,16 @@ from samplewise.flow.moves import (
 )
 from samplewise.samples import Lost, Mark, Mixed
 
-__all__ = ["ELEMENTWISE", "Call", "Several", "aligned", "flow", "is_in_place", "op_name", "routes", "written"]
+__all__ = ["ELEMENTWISE", "PATTERNS", "Call", "Several", "aligned", "flow", "is_in_place", "op_name", "routes", "written"]
 
 ROUTING = set(
     "getitem setitem index_select index_add index_copy index_put gather take_along_dim grouped_mm repeat_interleave".split()
 )
 """Ops with integers that only tell where rows go: these may come from anywhere, without the samples mixing."""
+
+
+PATTERNS = {"to", "type_as", "view_as", "reshape_as", "expand_as", "is_same_size"}
+"""Ops whose further tensors only lend their shape or type."""
 
 
 def routes(name: str, t: Tensor, mark: Mark) -> bool:
@@ -102,8 +110,8 @@ def _flow_of_mixed(call: Call, handler: Handler | None) -> Mark:
 
 
 LINEAR = set(
-    "add radd iadd sub rsub isub neg pos clone contiguous to float double half bfloat16 type view_as detach cuda cpu "
-    "requires_grad squeeze unsqueeze alias retain_grad".split()
+    "add radd iadd sub rsub isub neg pos clone contiguous to float double half bfloat16 type detach cuda cpu "
+    "requires_grad alias data".split()
 )
 """Elementwise ops that keep a weighted sum a weighted sum."""
 DIVIDING = set("div truediv itruediv true_divide divide".split())
@@ -129,7 +137,9 @@ ELEMENTWISE = (
     )
 )
 
-RESHAPED = "view reshape flatten unflatten ravel reshape_as unsafe_view squeeze unsqueeze atleast_1d atleast_2d atleast_3d"
+RESHAPED = (
+    "view view_as reshape flatten unflatten ravel reshape_as unsafe_view squeeze unsqueeze atleast_1d atleast_2d atleast_3d"
+)
 PERMUTED = "permute transpose swapaxes swapdims movedim moveaxis t T mT H mH adjoint"
 INDEXED_ALONG = (
     "select narrow chunk split split_with_sizes tensor_split unbind index_select flip roll repeat_interleave unfold"
@@ -139,13 +149,19 @@ REDUCTIONS = (
     "std_mean median nanmean nansum nanmedian count_nonzero mode kthvalue aminmax"
 )
 ALONG_DIM = "softmax log_softmax cumsum cumprod cummax cummin logcumsumexp topk glu"
+POOLS = (
+    "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
+    "adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d max_pool1d_with_indices "
+    "max_pool2d_with_indices max_pool3d_with_indices max_unpool2d max_unpool3d upsample_nearest1d upsample_nearest2d "
+    "upsample_nearest3d upsample_nearest_exact1d upsample_nearest_exact2d upsample_nearest_exact3d upsample_linear1d "
+    "upsample_bilinear2d upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d upsample_bicubic2d_aa"
+)
 IMAGES = (
-    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d max_pool1d max_pool2d max_pool3d avg_pool1d "
-    "avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d "
-    "adaptive_max_pool2d adaptive_max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices "
-    "batch_norm group_norm instance_norm upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d "
-    "upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d pixel_shuffle pixel_unshuffle channel_shuffle prelu "
-    "grid_sampler"
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d batch_norm group_norm instance_norm prelu "
+    "pixel_shuffle pixel_unshuffle channel_shuffle grid_sampler affine_grid_generator im2col col2im"
+)
+FOURIER = " ".join(
+    f"fft_{kind}{rank}" for kind in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft") for rank in ("", "2", "n")
 )
 LOSSES = (
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
@@ -173,6 +189,7 @@ HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(REDUCTIONS.split(), reduction),
     **dict.fromkeys(ALONG_DIM.split(), along_dim),
     **dict.fromkeys(IMAGES.split(), images),
+    **dict.fromkeys(POOLS.split(), pooled),
     **dict.fromkeys(LOSSES.split(), loss),
     **dict.fromkeys(["cross_entropy_loss", "nll_loss", "nll_loss_nd"], class_loss),
     **dict.fromkeys(["cat", "concat", "concatenate", "stack"], concatenated),
@@ -183,6 +200,10 @@ HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(["gather", "take_along_dim"], gathered),
     **dict.fromkeys(["grouped_mm"], routed_product),
     **dict.fromkeys(["lstm", "gru", "rnn_tanh", "rnn_relu"], recurrent),
+    **dict.fromkeys(FOURIER.split(), fourier),
+    "view_as_complex": last_dim_changed,
+    "view_as_real": last_dim_changed,
+    "broadcast_tensors": broadcast,
     "bilinear": paired_rows,
     "cosine_similarity": compared,
     "pack_padded_sequence": packed,

@@ -1,7 +1,7 @@
 """One op call, and what all handlers of calls share."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -92,9 +92,15 @@ def compressed(ids: Tensor) -> Tensor:
     return ids
 
 
+ADDING = {"add", "radd", "iadd", "sub", "rsub", "isub"}
+
+
 def elementwise(call: Call) -> Mark:
     tensor, layout = call.subject
     ndim = call.out.ndim
     if all(mark is layout for _, mark in call.marks) and tensor.ndim == ndim:
         return layout
-    return merged(call, [aligned(mark.ids, ndim) for _, mark in call.marks if isinstance(mark, Layout)])
+    met = merged(call, [aligned(mark.ids, ndim) for _, mark in call.marks if isinstance(mark, Layout)])
+    if isinstance(met, Mixed) and call.name in ADDING:
+        return replace(met, linear=True)  # samples added up one by one
+    return met

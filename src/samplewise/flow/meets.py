@@ -15,9 +15,7 @@ def reduction(call: Call) -> Mark:
         return elementwise(call)  # torch.max(x, y)
     dims = _reduced_dims(call, tensor)
     if any(layout.ids.shape[d] != 1 for d in dims):
-        counts = torch.bincount((layout.ids.flatten() + 1).clamp(min=0), minlength=layout.num_samples + 1)
-        even = bool((counts[1:] == counts[-1]).all()) and int(counts[0]) == 0
-        return call.mixed(linear=call.name in ("sum", "mean", "nansum"), even=even and call.name != "nansum")
+        return call.mixed(linear=call.name in ("sum", "mean", "nansum"), even=layout.is_even and call.name != "nansum")
     keep = [d for d in range(tensor.ndim) if d not in dims]
     ids = layout.ids if call.out.ndim == tensor.ndim else layout.ids.reshape([layout.ids.shape[d] for d in keep])
     return call.layout(ids)
@@ -25,7 +23,7 @@ def reduction(call: Call) -> Mark:
 
 def _reduced_dims(call: Call, tensor: Tensor) -> list[int]:
     position = 2 if call.name in ("norm", "linalg_vector_norm", "linalg_norm", "kthvalue") else 1
-    dim = call.arg(position, "dim", call.kwargs.get("axis"))
+    dim = call.arg(position, "dim", -1 if call.name in ("kthvalue", "mode") else None)
     if dim is None or isinstance(dim, bool | torch.dtype) or (isinstance(dim, list | tuple) and not dim):
         return list(range(tensor.ndim))
     return [d % max(1, tensor.ndim) for d in (dim if isinstance(dim, list | tuple) else [dim])]
@@ -123,16 +121,46 @@ def last_dims(call: Call) -> Mark:
 
 def images(call: Call) -> Mark:
     """Ops on [N, C, *spatial]: each row of N is handled alone."""
-    tensor, layout = call.subject
-    rank = next((int(c) for c in reversed(call.name) if c in "123"), call.out.ndim - 2)
-    if tensor.ndim != rank + 2 or layout.dims not in ((0,), ()):
-        return call.mixed()
+    tensor, _ = call.subject
     if call.name == "batch_norm" and call.arg(5, "training", False):
         return call.mixed()
     if len(call.marks) > 1 and call.name != "grid_sampler":
         return Lost(call.name)  # a kernel or a statistic that depends on the batch
-    ids = [mark.ids for _, mark in call.marks if isinstance(mark, Layout)]
-    return merged(call, [i.reshape([i.shape[0]] + [1] * (call.out.ndim - 1)) for i in ids])
+    rank = next((int(c) for c in reversed(call.name) if c in "123"), tensor.ndim - 2)
+    unbatched = call.name.startswith("conv") and tensor.ndim == rank + 1
+    return _leading(call, num_lead=0 if unbatched else 1)
+
+
+def pooled(call: Call) -> Mark:
+    """Ops on [*lead, *spatial] that handle each element of the leading dimensions alone."""
+    tensor, _ = call.subject
+    rank = next(int(c) for c in reversed(call.name) if c in "123")
+    return _leading(call, num_lead=tensor.ndim - rank)
+
+
+def _leading(call: Call, *, num_lead: int) -> Mark:
+    """Samples along the first `num_lead` dimensions stay there; further in they mix."""
+    all_ids = []
+    for _, mark in call.marks:
+        assert isinstance(mark, Layout)
+        if any(d >= num_lead for d in mark.dims):
+            return call.mixed()
+        all_ids.append(mark.ids.reshape([*mark.ids.shape[:num_lead], *[1] * (call.out.ndim - num_lead)]))
+    return merged(call, all_ids)
+
+
+def fourier(call: Call) -> Mark:
+    """Fourier transforms mix along their dimensions."""
+    tensor, layout = call.subject
+    default: int | tuple[int, ...] | range = -1
+    if call.name.endswith("2"):
+        default = (-2, -1)
+    elif call.name.endswith("n"):
+        default = range(tensor.ndim)
+    given = call.arg(2, "dim")
+    given = default if given is None else given
+    dims = [given] if isinstance(given, int) else given
+    return call.mixed() if any(layout.ids.shape[d] != 1 for d in dims) else layout
 
 
 def padded(call: Call) -> Mark:
@@ -169,7 +197,7 @@ def loss(call: Call) -> Mark:
     if not isinstance(met, Layout):
         return met
     if call.out.ndim == 0 and ndim > 0:
-        return call.mixed(linear=True, even=True)
+        return call.mixed(linear=True, even=met.is_even)
     if call.out.ndim == ndim - 1 and ndim - 1 not in met.dims:
         return call.layout(met.ids.squeeze(-1))
     return met if call.out.ndim == ndim else call.mixed()
@@ -206,7 +234,7 @@ def class_loss(call: Call) -> Mark:
     if call.out.ndim == 0 and tensor.ndim > 1:
         mean = call.arg(3, "reduction", 1) == 1
         uneven = mean and (weight is not None or _ignores(call, target))
-        return call.mixed(linear=True, even=not uneven)
+        return call.mixed(linear=True, even=not uneven and met.is_even)
     return met
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from samplewise.flow.call import Call, Several, aligned, compressed, merged
 from samplewise.samples import NO_SAMPLE, Layout, Lost, Mark
@@ -13,6 +14,8 @@ DIM_IS_SECOND = {"chunk", "split", "split_with_sizes", "tensor_split", "roll", "
 
 def reshaped(call: Call) -> Mark:
     tensor, layout = call.subject
+    if tensor.numel() != call.out.numel():
+        return Lost(call.name)  # seen as another dtype
     return call.layout(reshape_ids(layout.ids, tuple(tensor.shape), tuple(call.out.shape)))
 
 
@@ -57,6 +60,22 @@ def expanded(call: Call) -> Mark:
     return call.layout(aligned(layout.ids, call.out.ndim))
 
 
+def last_dim_changed(call: Call) -> Mark:
+    """view_as_complex and view_as_real: the last dimension goes or comes."""
+    tensor, layout = call.subject
+    if call.out.ndim > tensor.ndim:
+        return call.layout(layout.ids.unsqueeze(-1))
+    return call.mixed() if tensor.ndim - 1 in layout.dims else call.layout(layout.ids.squeeze(-1))
+
+
+def broadcast(call: Call) -> Several:
+    """broadcast_tensors(...): each in the shape of all."""
+    layouts = {id(t): mark for t, mark in call.marks if isinstance(mark, Layout)}
+    each = [layouts.get(id(t)) for t in tree_leaves(call.args)]
+    ndim = call.out.ndim
+    return Several([None if layout is None else call.layout(aligned(layout.ids, ndim)) for layout in each])
+
+
 def repeated(call: Call) -> Mark:
     _, layout = call.subject
     ids = call.func(layout.ids, *call.args[1:], **call.kwargs)
@@ -71,7 +90,10 @@ def indexed_along(call: Call) -> Mark:
         given = call.kwargs.get("dims", call.args[1] if len(call.args) == 2 else call.args[1:])
     else:
         position = 1 if call.name not in DIM_IS_SECOND else 2
-        given = call.arg(position, "dims" if call.name == "roll" else "dim", 0)
+        keyword = {"roll": "dims", "unfold": "dimension"}.get(call.name, "dim")
+        given = call.arg(position, keyword, None if call.name in ("roll", "repeat_interleave") else 0)
+    if given is None:
+        return Lost(call.name)  # works on the flattened tensor
     dims = [d % tensor.ndim for d in (given if isinstance(given, list | tuple) else [given])]
     if not any(layout.ids.shape[d] != 1 for d in dims):
         ids = layout.ids

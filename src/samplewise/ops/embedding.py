@@ -103,10 +103,11 @@ def embedding_bag(
 @expansion(torch.Tensor.__getitem__, torch.index_select, torch.Tensor.index_select)
 def picked_rows(meeting: Meeting, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     """weight[ids] along the first dimension, for ids of the batch: an embedding with the rest of the weight as features."""
+    dim: Any = 0
+    ids: Any = args[0] if args else None
     if meeting.name == "index_select":
-        dim, ids = (*args, kwargs.get("dim"), kwargs.get("index"))[:2]
-    else:
-        dim, ids = 0, args[0]
+        dim = args[0] if args else kwargs["dim"]
+        ids = args[1] if len(args) > 1 else kwargs["index"]
     if dim != 0 or not meeting.is_weight(input) or not meeting.is_data(ids) or ids.dtype == torch.bool or input.ndim == 0:
         return NotImplemented
     ids = torch.where(ids < 0, ids + input.shape[0], ids)

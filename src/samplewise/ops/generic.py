@@ -30,6 +30,8 @@ def generic(meeting: Meeting) -> Any:
     y = meeting.func(*args, **kwargs)
     if not isinstance(y, Tensor):
         return NotImplemented
+    if not y.requires_grad:  # integers, comparisons
+        return y
     edge = get_gradient_edge(y)
     for key, weight in weights.items():
         meeting.use(weight, GenericFactor(edge, stand_ins[key]))

@@ -25,10 +25,10 @@ KERNELS = {"lstm": torch.lstm, "gru": torch.gru, "rnn_tanh": torch.rnn_tanh, "rn
 def recurrent(meeting: Meeting, input: Tensor, *args: Any) -> Any:
     """All layers and directions, one `recurrence` each."""
     if isinstance(args[0], Tensor) and args[0].ndim == 1 and not args[0].is_floating_point():
-        batch_sizes, hx, weights, has_biases, num_layers, dropout, train, bidirectional = args
+        batch_sizes, hx, weights, _, num_layers, dropout, train, bidirectional = args
         batch_first = False
     else:
-        hx, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first = args
+        hx, weights, _, num_layers, dropout, train, bidirectional, batch_first = args
         batch_sizes = None
     states = list(hx) if isinstance(hx, list | tuple) else [hx]
     num_directions = 2 if bidirectional else 1
