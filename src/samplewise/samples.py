@@ -22,11 +22,13 @@ class Layout:
     [[0], [1], [2]]
     """
 
-    __slots__ = ("__dict__", "ids", "num_samples")
+    __slots__ = ("__dict__", "discrete", "ids", "num_samples")
 
-    def __init__(self, ids: Tensor, num_samples: int):
+    def __init__(self, ids: Tensor, num_samples: int, *, discrete: bool = False):
         self.ids = ids
         self.num_samples = num_samples
+        self.discrete = discrete
+        """Whether the values were made of integers alone."""
 
     @classmethod
     def along(cls, dim: int, *, ndim: int, num_samples: int) -> "Layout":

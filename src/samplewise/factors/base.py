@@ -1,7 +1,7 @@
 """What every factor answers, with a default for each answer built on `materialize`."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -23,6 +23,18 @@ def flat(t: Tensor) -> Tensor:
 def squares(t: Tensor) -> Tensor:
     """|t|² element by element, in float32 or better."""
     return t.real.square() + t.imag.square() if t.is_complex() else wide(t).square()
+
+
+def mended(sq_norms: Tensor, terms: Tensor, exactly: Callable[[Tensor], Tensor]) -> Tensor:
+    """sq_norms, with those recomputed by `exactly(samples)` that are small against the terms they are a sum of.
+
+    A sum that cancels down to a thousandth of its terms has lost three digits, down to 1e-7 of them all digits, in
+    float32; too low a norm would break a privacy bound.
+    """
+    doubtful = (sq_norms < 1e-3 * terms).nonzero().squeeze(1)
+    if len(doubtful):
+        sq_norms = sq_norms.index_copy(0, doubtful, exactly(doubtful).to(sq_norms.dtype))
+    return sq_norms
 
 
 class Factor(ABC):

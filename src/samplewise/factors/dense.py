@@ -18,6 +18,11 @@ class Dense(Factor):
         self.num_samples = G.shape[0]
         self.shape = tuple(G.shape[1:])
 
+    @classmethod
+    def of_sum(cls, t: Tensor, dims: int | tuple[int, ...] = 1) -> "Dense":
+        """The factor of t [B, ...] summed over these dimensions, in float32 or better."""
+        return cls(t.sum(dims, dtype=wide(t[:0]).dtype))
+
     def materialize(self) -> Tensor:
         return self.G
 

@@ -1,9 +1,11 @@
 """Sums of outer products: the gradient of every weight that multiplies."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from samplewise.factors.base import Factor, arrange, squares, wide
+from samplewise.factors.base import Factor, arrange, mended, squares, wide
 
 
 class Outer(Factor):
@@ -52,12 +54,17 @@ class Outer(Factor):
     def sq_norms(self) -> Tensor:
         if self.a.shape[1] == 1:  # one position: |g ⊗ a|² = |g|² |a|²
             return (squares(self.a).sum(-1) * squares(self.g).sum(-1)).sum((1, 2))
-        route = self._gram_sq_norms if self._gram_is_cheaper() else self._direct_sq_norms
-        return torch.cat([route(wide(part.a), wide(part.g)) for _, part in self._factor_chunks()])
+        if not self._gram_is_cheaper():
+            return self._direct_sq_norms()
+        norms = torch.cat([self._gram_sq_norms(wide(part.a), wide(part.g)) for part in self._parts()])
+        # Positions that cancel leave the rounding of large terms behind: those samples are taken directly.
+        terms = (squares(self.a).sum(-1) * squares(self.g).sum(-1)).sqrt().sum(1).square().sum(1)
+        return mended(norms, terms, lambda doubtful: self.select(doubtful)._direct_sq_norms())
 
     def weighted_sum(self, w_B: Tensor) -> Tensor:
-        g = self.g * w_B.to(wide(self.g[:0]).real.dtype).reshape(-1, 1, 1, 1)
-        product = torch.einsum("btgo,btgi->goi", g.to(self.g.dtype), self.a.conj())
+        g = wide(self.g)
+        g = g * w_B.to(g.real.dtype).reshape(-1, 1, 1, 1)
+        product = torch.einsum("btgo,btgi->goi", g, wide(self.a).conj())
         return arrange(product.unsqueeze(0), self.sizes, self.order, self.shape)[0]
 
     def dots(self, direction: Tensor) -> Tensor:
@@ -83,8 +90,8 @@ class Outer(Factor):
     def _with(self, a: Tensor, g: Tensor) -> "Outer":
         return Outer(a, g, sizes=self.sizes, order=self.order, shape=self.shape)
 
-    def _factor_chunks(self):
-        return ((samples, part) for samples, part in self.chunks() if isinstance(part, Outer))
+    def _parts(self) -> Iterator["Outer"]:
+        return (part for _, part in self.chunks() if isinstance(part, Outer))
 
     def _gram_is_cheaper(self) -> bool:
         # By FLOPs, per sample and group: two T×T Gram matrices against one O×I product.
@@ -98,9 +105,8 @@ class Outer(Factor):
         grams = (a @ a.mH) * (g @ g.mH).conj()
         return (grams.real if grams.is_complex() else grams).sum((1, 2, 3))
 
-    @classmethod
-    def _direct_sq_norms(cls, a: Tensor, g: Tensor) -> Tensor:
-        return squares(cls._product(a, g)).sum((1, 2, 3))
+    def _direct_sq_norms(self) -> Tensor:
+        return torch.cat([squares(self._product(wide(p.a), wide(p.g))).sum((1, 2, 3)) for p in self._parts()])
 
     @staticmethod
     def _product(a: Tensor, g: Tensor) -> Tensor:

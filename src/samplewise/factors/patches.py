@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samplewise.factors.base import Factor
+from samplewise.factors.base import Factor, wide
 from samplewise.factors.outer import Outer
 
 
@@ -55,8 +55,8 @@ class Patches(Factor):
         if self.x.is_complex():
             return self.outer().weighted_sum(w_B)
         geometry = self.geometry
-        scale = w_B.reshape(-1, *[1] * (self.g.ndim - 1))
-        x, g = self._padded().flatten(0, 1), (self.g * scale).to(self.g.dtype).flatten(0, 1)
+        x, g = wide(self._padded()).flatten(0, 1), wide(self.g)
+        g = (g * w_B.to(g.dtype).reshape(-1, *[1] * (g.ndim - 1))).flatten(0, 1)
         num_spatial = len(geometry.kernel)
         _, gradient, _ = torch.ops.aten.convolution_backward(
             g,

@@ -5,7 +5,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from samplewise.factors.base import Factor
+from samplewise.factors.base import Factor, mended
 
 
 class Total(Factor):
@@ -29,11 +29,11 @@ class Total(Factor):
 
     def sq_norms(self) -> Tensor:
         """sum_i |G_i|² + 2 sum_{i<j} <G_i, G_j>."""
-        total = reduce(torch.add, (part.sq_norms() for part in self.parts))
+        terms = total = reduce(torch.add, (part.sq_norms() for part in self.parts))
         for j, later in enumerate(self.parts):
             for earlier in self.parts[:j]:
                 total = total + 2 * earlier.inner(later)
-        return total.clamp(min=0)  # uses that cancel may round to a hair below zero
+        return mended(total, terms, lambda doubtful: Factor.sq_norms(self.select(doubtful)))
 
     def weighted_sum(self, w_B: Tensor) -> Tensor:
         return reduce(torch.add, (part.weighted_sum(w_B) for part in self.parts))

@@ -48,7 +48,8 @@ from samplewise.flow.moves import (
     reshaped,
     written,
 )
-from samplewise.samples import Lost, Mark, Mixed
+from samplewise.flow.probe import probed
+from samplewise.samples import Layout, Lost, Mark, Mixed
 
 __all__ = ["ELEMENTWISE", "PATTERNS", "Call", "Several", "aligned", "flow", "is_in_place", "op_name", "routes", "written"]
 
@@ -70,14 +71,15 @@ def routes(name: str, t: Tensor, mark: Mark) -> bool:
 def flow(call: Call) -> Mark | Several | None:
     """The mark of the call's results."""
     mark = _flow(call)
-    if isinstance(mark, Mixed | Lost) and all(_is_discrete(t, mark) for t, mark in call.marks):
-        return replace(mark, discrete=True)
+    if all(t.dtype in DISCRETE or mark.discrete for t, mark in call.marks):
+        if isinstance(mark, Mixed | Lost):
+            return replace(mark, discrete=True)
+        if isinstance(mark, Layout) and not mark.discrete:
+            return Layout(mark.ids, mark.num_samples, discrete=True)
     return mark
 
 
-def _is_discrete(t: Tensor, mark: Mark) -> bool:
-    integers = not t.is_floating_point() and not t.is_complex()
-    return mark.discrete if isinstance(mark, Mixed | Lost) else integers
+DISCRETE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
 def _flow(call: Call) -> Mark | Several | None:
@@ -91,7 +93,7 @@ def _flow(call: Call) -> Mark | Several | None:
         return _flow_of_mixed(call, handler)
     if marks[0].num_samples == 1:  # type: ignore[union-attr]
         return Several([call.layout(torch.zeros([1] * t.ndim, dtype=torch.long)) for t in call.results or [call.out]])
-    return handler(call) if handler else Lost(call.name)
+    return handler(call) if handler else probed(call)
 
 
 def _flow_of_mixed(call: Call, handler: Handler | None) -> Mark:

@@ -48,7 +48,7 @@ def conv(
     kernel, dilations = tuple(weight.shape[2:]), _each(dilation, num_spatial)
     geometry = Geometry(kernel, _each(stride, num_spatial), _padding(padding, kernel, dilations), dilations, groups)
     meeting.use(weight, lambda g, x: Patches(images(x), images(g), geometry), keep=(input,))
-    meeting.use(bias, lambda g: Dense(images(g).sum((1, *range(3, 3 + num_spatial)))))
+    meeting.use(bias, lambda g: Dense.of_sum(images(g), (1, *range(3, 3 + num_spatial))))
     return meeting.func(input, meeting.plain(weight), meeting.plain(bias), stride, padding, dilation, groups)
 
 
@@ -76,5 +76,5 @@ def conv_transpose(
     kernel, dilations = tuple(weight.shape[2:]), _each(dilation, num_spatial)
     geometry = Geometry(kernel, _each(stride, num_spatial), _padding(padding, kernel, dilations), dilations, groups)
     meeting.use(weight, lambda g, x: Patches(images(g).conj(), images(x).conj(), geometry), keep=(input,))
-    meeting.use(bias, lambda g: Dense(images(g).sum((1, *range(3, 3 + num_spatial)))))
+    meeting.use(bias, lambda g: Dense.of_sum(images(g), (1, *range(3, 3 + num_spatial))))
     return meeting.func(input, meeting.plain(weight), meeting.plain(bias), stride, padding, output_padding, groups, dilation)

@@ -102,13 +102,18 @@ def embedding_bag(
 
 @expansion(torch.Tensor.__getitem__, torch.index_select, torch.Tensor.index_select)
 def picked_rows(meeting: Meeting, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """weight[ids] along the first dimension, for ids of the batch: an embedding with the rest of the weight as features."""
+    """weight[ids] or weight[i, j] for ids of the batch: an embedding with the rest of the weight as features."""
     dim: Any = 0
     ids: Any = args[0] if args else None
     if meeting.name == "index_select":
         dim = args[0] if args else kwargs["dim"]
         ids = args[1] if len(args) > 1 else kwargs["index"]
-    if dim != 0 or not meeting.is_weight(input) or not meeting.is_data(ids) or ids.dtype == torch.bool or input.ndim == 0:
+    several = list(ids) if isinstance(ids, tuple) else [ids]
+    whole = all(isinstance(i, Tensor) and i.dtype in (torch.int64, torch.int32) for i in several)
+    if dim != 0 or not whole or not meeting.is_weight(input) or not any(map(meeting.is_data, several)):
         return NotImplemented
-    ids = torch.where(ids < 0, ids + input.shape[0], ids)
-    return F.embedding(ids, input.reshape(input.shape[0], -1)).reshape(*ids.shape, *input.shape[1:])
+    flat = torch.zeros_like(several[0])
+    for i, size in zip(several, input.shape, strict=False):  # one number for the row that several indices name
+        flat = flat * size + torch.where(i < 0, i + size, i)
+    lead, rest = input.shape[: len(several)], input.shape[len(several) :]
+    return F.embedding(flat, input.reshape(lead.numel(), rest.numel())).reshape(*flat.shape, *rest)

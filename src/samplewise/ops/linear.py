@@ -25,7 +25,7 @@ def linear(meeting: Meeting, input: Tensor, weight: Tensor, bias: Tensor | None 
     if rows is None:
         return NotImplemented
     meeting.use(weight, lambda g, x: Outer.of_rows(rows(x), rows(g)), keep=(input,))
-    meeting.use(bias, lambda g: Dense(rows(g).sum(1)))
+    meeting.use(bias, lambda g: Dense.of_sum(rows(g)))
     return F.linear(input, meeting.plain(weight), meeting.plain(bias))
 
 
@@ -78,7 +78,7 @@ def bilinear(meeting: Meeting, input1: Tensor, input2: Tensor, weight: Tensor, b
         return Outer(a.unsqueeze(2), rows(g).unsqueeze(2), sizes=shape, order=(0, 1, 2), shape=shape)
 
     meeting.use(weight, outer, keep=(input1, input2))
-    meeting.use(bias, lambda g: Dense(rows(g).sum(1)))
+    meeting.use(bias, lambda g: Dense.of_sum(rows(g)))
     return F.bilinear(input1, input2, meeting.plain(weight), meeting.plain(bias))
 
 

@@ -125,7 +125,7 @@ def recurrence_rule(
         return Outer.of_rows(rows(before), rows(hidden_gates(g, gates, before, w_hh, *b_hh)))
 
     def bias(g: Tensor, gates: Tensor, h0: Tensor, w_hh: Tensor, *b_hh: Tensor) -> Dense:
-        return Dense(rows(hidden_gates(g, gates, steps_before(h0), w_hh, *b_hh)).sum(1))
+        return Dense.of_sum(rows(hidden_gates(g, gates, steps_before(h0), w_hh, *b_hh)))
 
     plain_w, plain_b = meeting.plain(w_hh), meeting.plain(b_hh)
     keep = (gates, first[0], plain_w, *([] if plain_b is None else [plain_b]))
