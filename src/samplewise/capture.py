@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 from samplewise.errors import SamplesMixError, SamplewiseError, UnattributedError
 from samplewise.factors.base import Factor
-from samplewise.intercept import Intercept, Targets
+from samplewise.intercept import Intercept
 from samplewise.samples import Layout, Lost, Mark, Marks, Mixed
+from samplewise.tap import Note, Targets
 from samplewise.weights import Weights
 
 
@@ -31,6 +32,7 @@ class Capture:
         loss_reduction: str = "sum",
         params: Iterable[str] | None = None,
         exclude: Iterable[str] = (),
+        verify: bool = True,
     ):
         if not isinstance(model, nn.Module):
             raise TypeError(f"capture takes an nn.Module, got {type(model).__name__}")
@@ -44,6 +46,7 @@ class Capture:
             )
         self.model = model
         self.batch_size, self.batch_dim, self.loss_reduction = batch_size, batch_dim, loss_reduction
+        self.verify = verify
         self.parameters, self._aliases = captured_parameters(model, params, exclude)
         self.marks: Marks[Mark] = Marks()
         self.constants: Marks[bool] = Marks()
@@ -53,6 +56,8 @@ class Capture:
         self.anchor_node = get_gradient_edge(self.anchor).node
         self.weights = Weights(self.parameters, self.anchor_node)
         self._factors: dict[str, list[Factor]] = {}
+        self.notes: dict[str, list[Note]] = {}
+        """How the uses of each parameter were understood."""
         self._versions: list[tuple[str, Tensor, int]] = []
         self._scale: float | None = None
         self._intercept: Intercept | None = None
@@ -86,7 +91,7 @@ class Capture:
         self._let_go()
 
     def _shared_with(self, mode: Any) -> list[str]:
-        if not isinstance(mode, Intercept):
+        if not isinstance(mode, Intercept) or mode.is_paused:
             return []
         theirs = {id(p) for p in mode.weights.parameters.values()}
         return [name for name, p in self.parameters.items() if id(p) in theirs]
@@ -101,14 +106,19 @@ class Capture:
 
         thread = threading.get_ident()
 
+        def is_ours() -> bool:
+            return threading.get_ident() == thread and not (self._intercept is not None and self._intercept.is_paused)
+
         def entered(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            if self._outermost is None and threading.get_ident() == thread:
+            if self._outermost is None and is_ours():
                 self._outermost = module
                 self._handles.append(module.register_forward_hook(left, always_call=True))
                 self._mark_inputs(args, kwargs)
+                if self.verify and self._intercept is not None and torch.is_grad_enabled():
+                    self._verify(module, args, kwargs)
 
         def left(module: nn.Module, args: tuple, out: Any) -> None:
-            if self._outermost is module and threading.get_ident() == thread:
+            if self._outermost is module and is_ours():
                 self._outermost = None
                 self._handles.pop().remove()
 
@@ -120,9 +130,22 @@ class Capture:
         for name, parameter in self.parameters.items():
 
             def guard(_: Any, name: str = name) -> None:
+                if self._intercept is not None and self._intercept.is_paused:
+                    return
                 raise UnattributedError(unseen([name]))
 
             self._handles.append(get_gradient_edge(parameter).node.register_prehook(guard))
+
+    def _verify(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Checks the call against truth if it is the first of its kind; nothing that this runs is recorded."""
+        from samplewise.verification import verify_first_use  # it captures, so it stands above this
+
+        assert self._intercept is not None
+        self._intercept.is_paused = True
+        try:
+            verify_first_use(self, module, args, kwargs)
+        finally:
+            self._intercept.is_paused = False
 
     # --- the batch ---------------------------------------------------------------------------------------------------
 
@@ -146,7 +169,9 @@ class Capture:
         leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         inputs = [t for t in leaves if self.marks.get(t) is None and self.weights.get(t) is None]
         dim = self.batch_dim
-        if inputs and self._factors:
+        if self.batch_size is None and not torch.is_grad_enabled():
+            return  # nothing is captured here, so this need not be the batch
+        if inputs and self._factors and torch.is_grad_enabled():
             raise UnattributedError(
                 "the model was called on new inputs after a backward. One capture holds one batch: open one for each "
                 "micro-batch and add up what they answer."
@@ -170,7 +195,7 @@ class Capture:
                     "Give it, capture(model, batch_size=...), and mark the data: grads.mark(tensor)."
                 )
             (self.batch_size,) = sizes
-        elif inputs and self.batch_size not in sizes and len(inputs) == len(leaves):
+        elif inputs and self.batch_size not in sizes and len(inputs) == len(leaves) and torch.is_grad_enabled():
             raise UnattributedError(
                 f"the batch has {self.batch_size} samples, but no input of this call has that size along dimension {dim} "
                 f"(found {sorted(sizes)}). One capture holds one batch."
@@ -193,11 +218,9 @@ class Capture:
                 f"grads.backward takes one loss a sample, shape ({self.batch_size},) in the order of the batch, "
                 f"got {tuple(losses.shape)}. Use reduction='none' and sum what belongs to one sample."
             )
-        self.check_losses([(losses, mark)])
         self._set_scale(1.0)
-        total = losses.sum()
-        self.marks.set(total, Mixed("sum", linear=True, even=True))
-        total.backward()
+        self.check_losses([(losses, mark)])
+        losses.sum().backward()
 
     def check_losses(self, losses: list[tuple[Tensor, Mark | None]]) -> None:
         """Raises if the value that backward starts from is not made of separate samples."""
@@ -211,6 +234,12 @@ class Capture:
                 raise SamplesMixError(
                     f'loss_reduction="mean", but the mean made by {mark.op} does not weigh all samples alike (ignored '
                     "targets, class weights or rows of unequal number). Give one loss a sample to grads.backward(losses)."
+                )
+            certain = mark.reduction if isinstance(mark, Mixed) else None
+            if certain is not None and certain != self.loss_reduction and self._scale is None:
+                raise SamplewiseError(
+                    f'the loss is a {certain} over the samples, but loss_reduction="{self.loss_reduction}". '
+                    f'Say capture(model, loss_reduction="{certain}"), or give one loss a sample to grads.backward(losses).'
                 )
             if isinstance(mark, Lost) or (mark is None and self.weights.is_data(loss)):
                 made_by = f"{mark.op}, of which" if isinstance(mark, Lost) else "an op that samplewise did not see, so"
@@ -237,6 +266,10 @@ class Capture:
         for name, pull in targets:
             self._factors.setdefault(name, []).append(pull(factor))
             self._versions += [(name, t, t._version) for t in factor.tensors()]
+
+    def note(self, targets: Targets, use: Note) -> None:
+        for name, _ in targets:
+            self.notes.setdefault(name, []).append(use)
 
 
 def captured_parameters(

@@ -12,8 +12,9 @@ from samplewise.capture import Capture, unseen
 from samplewise.errors import SamplewiseError, UnattributedError
 from samplewise.factors.base import Factor
 from samplewise.factors.total import join
-from samplewise.intercept import Intercept, Targets
+from samplewise.intercept import Intercept
 from samplewise.ops.foreign import FOREIGN, ExpandedWeight
+from samplewise.tap import Targets
 
 __all__ = [
     "ExpandedWeight",
@@ -57,7 +58,7 @@ def call_for_per_sample_grads(
     def call(*args: Any, **kwargs: Any) -> Any:
         _require_cleared(module)
         size = _common_batch_size(args, kwargs, batch_dim) if batch_size is None else batch_size
-        recording = GradSampleCall(module, batch_size=size, batch_dim=batch_dim, loss_reduction=loss_reduction)
+        recording = GradSampleCall(module, batch_size=size, batch_dim=batch_dim, loss_reduction=loss_reduction, verify=False)
         return recording.forward(args, kwargs)
 
     return call

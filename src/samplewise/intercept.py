@@ -3,7 +3,7 @@
 import types
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,15 +13,15 @@ from torch.utils._pytree import tree_leaves
 
 import samplewise.ops  # noqa: F401  (registers the rules)
 from samplewise.errors import SamplesMixError, UnattributedError
-from samplewise.factors.base import Factor
 from samplewise.factors.dense import Dense
 from samplewise.flow import ELEMENTWISE, PATTERNS, Call, Several, flow, is_in_place, op_name, routes, written
 from samplewise.ops.foreign import FOREIGN, ExpandedWeight
 from samplewise.ops.generic import GenericFactor, generic
 from samplewise.ops.pointwise import pointwise
 from samplewise.ops.registry import EXPANSIONS, RULES, FactorOf, Meeting
-from samplewise.samples import Layout, Lost, Mark, Marks, Mixed
-from samplewise.weights import Pull, Weight, Weights
+from samplewise.samples import Layout, Lost, Mark, Mixed
+from samplewise.tap import Gate, Note, Recorder, Tap, Targets, is_wanted
+from samplewise.weights import Weight
 
 OPAQUE = set(
     "array backward_hooks base contains data_ptr deepcopy device dim dtype element_size format get_device grad grad_fn "
@@ -35,89 +35,6 @@ OPAQUE = set(
 SYNONYMS = {"axis": "dim", "keepdims": "keepdim"}
 """NumPy's keywords, which torch takes for its own."""
 
-Targets = list[tuple[str, Pull]]
-
-
-class Recorder(Protocol):
-    """What receives the factors, as `capture.Capture` does."""
-
-    weights: Weights
-    marks: Marks[Mark]
-    constants: Marks[bool]
-    """Unmarked tensors made inside the block: True if from constants alone, False if from something from outside."""
-    batch_size: int | None
-    batch_dim: int
-    loss_reduction: str
-    anchor: Tensor
-    """A leaf that every tap and gate hangs on, so that results need a gradient although the weights under them do not."""
-    anchor_node: Any
-
-    def deliver(self, targets: Targets, factor: Factor) -> None: ...
-    def check_losses(self, losses: list[tuple[Tensor, Mark | None]]) -> None: ...
-
-
-class Tap(torch.autograd.Function):
-    """The identity, which hands the gradient of an op's result to the uses of the op's weights.
-
-    What the uses keep goes through autograd, so that changes in place are noticed, hooks see it and it is freed. The
-    result aliases y and shares its version counter, so that an op which keeps its own result notices later changes too.
-    """
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        y: Tensor,
-        anchor: Tensor,
-        recorder: Recorder,
-        uses: list[tuple[Targets, FactorOf, list[int]]],
-        *kept: Tensor,
-    ) -> Tensor:
-        ctx.recorder, ctx.uses, ctx.num_kept = recorder, uses, len(kept)
-        ctx.save_for_backward(anchor, *kept)
-        return y.detach()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
-        kept = ctx.saved_tensors[1:]  # may recompute a checkpointed forward, which must be seen
-        with torch._C.DisableTorchFunction():
-            kept = [t.detach() for t in kept]
-            if is_wanted(ctx.recorder.anchor_node):
-                for targets, factor_of, places in ctx.uses:
-                    ctx.recorder.deliver(targets, factor_of(g, *(kept[i] for i in places)))
-        return g, *[None] * (3 + ctx.num_kept)
-
-
-class Gate(torch.autograd.Function):
-    """A weight spread to the shape of an elementwise op's result; its gradient becomes the factor."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, spread: Tensor, anchor: Tensor, recorder: Recorder, targets: Targets, factor_of: FactorOf
-    ) -> Tensor:
-        ctx.recorder, ctx.targets, ctx.factor_of = recorder, targets, factor_of
-        ctx.save_for_backward(anchor)
-        return spread.detach()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
-        _ = ctx.saved_tensors  # raises in a second backward
-        with torch._C.DisableTorchFunction():
-            if is_wanted(ctx.recorder.anchor_node):
-                ctx.recorder.deliver(ctx.targets, ctx.factor_of(g))
-        return (None,) * 5
-
-
-def is_wanted(leaf_node: Any) -> bool:
-    """Whether this backward is one that would fill the `.grad` of that leaf, and not `autograd.grad` for something else."""
-    if not torch._C._will_engine_execute_node(leaf_node):
-        return False
-    if torch.is_grad_enabled():
-        raise UnattributedError(
-            "backward(create_graph=True) met a captured model: gradients of gradients have parts of their own that are not "
-            "seen here. Take the second derivative outside of the capture."
-        )
-    return True
-
 
 class Intercept(TorchFunctionMode):
     """Watches the ops of this thread while it is entered.
@@ -130,13 +47,14 @@ class Intercept(TorchFunctionMode):
         super().__init__()
         self.recorder = recorder
         self.marks, self.weights = recorder.marks, recorder.weights
+        self.is_paused = False
         self._inside: list[Callable] = []
         """Functions being looked into; one that calls itself by its own name (Tensor.unflatten) is then an op."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = {SYNONYMS.get(k, k): v for k, v in kwargs.items()} if kwargs else {}
         name = op_name(func)
-        if name in OPAQUE:
+        if name in OPAQUE or self.is_paused:
             return func(*args, **kwargs)
         read = {k: v for k, v in kwargs.items() if k != "out"} if "out" in kwargs else kwargs
         tensors = [t for t in tree_leaves(args[:1] if name in PATTERNS else (args, read)) if isinstance(t, Tensor)]
@@ -207,7 +125,7 @@ class Intercept(TorchFunctionMode):
 
         Its graph is walked again by queries, so what it saves is kept as it is, also where the model is checkpointed.
         """
-        with saved_tensors_hooks(lambda t: t, lambda t: t):
+        with saved_tensors_hooks(lambda t: (t.detach(), t._version), unchanged):
             out = func(*args, **kwargs)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
@@ -223,6 +141,7 @@ class Intercept(TorchFunctionMode):
         if func in RULES:
             y = RULES[func](meeting, *args, **kwargs)
         if y is NotImplemented and name in ELEMENTWISE and not (is_in_place(func) and meeting.is_weight(args[0])):
+            meeting.how = "elementwise"
             y = pointwise(meeting)
         if y is NotImplemented:
             meeting.uses.clear()
@@ -231,6 +150,7 @@ class Intercept(TorchFunctionMode):
                     f"{describe(weights)} is written by {name} into a tensor in place, which samplewise cannot follow. "
                     "Write the op out of place (torch.cat, torch.where, x + w)."
                 )
+            meeting.how = "generic"
             y = generic(meeting)
         if y is NotImplemented:
             raise UnattributedError(
@@ -268,7 +188,8 @@ class Intercept(TorchFunctionMode):
             kwargs,
             layout_of=lambda t: layouts.get(id(t)),
             is_weight=lambda t: id(t) in weight_ids,
-            gate=self._gate,
+            gate=lambda *gated: self._gate(meeting, *gated),
+            first_layout=next(iter(layouts.values())),
             tap=lambda t: self._tap(t, meeting),
         )
         return meeting
@@ -283,12 +204,15 @@ class Intercept(TorchFunctionMode):
                 if place == len(kept):
                     kept.append(t)
                 places.append(place)
-            uses.append((self.weights.targets(use.weight), use.factor_of, places))
+            targets = self.weights.targets(use.weight)
+            self.recorder.note(targets, Note(meeting.name, meeting.how, meeting.first_layout))
+            uses.append((targets, use.factor_of, places))
         meeting.uses.clear()
         return Tap.apply(y, self.recorder.anchor, self.recorder, uses, *kept)  # type: ignore[return-value]
 
-    def _gate(self, weight: Tensor, spread: Tensor, factor_of: FactorOf) -> Tensor:
+    def _gate(self, meeting: Meeting, weight: Tensor, spread: Tensor, factor_of: FactorOf) -> Tensor:
         targets = self.weights.targets(weight)
+        self.recorder.note(targets, Note(meeting.name, meeting.how, meeting.first_layout))
         return Gate.apply(spread, self.recorder.anchor, self.recorder, targets, factor_of)  # type: ignore[return-value]
 
     def _foreign(
@@ -306,7 +230,9 @@ class Intercept(TorchFunctionMode):
         for t, _ in weights:
             weight = ExpandedWeight(t, layout.num_samples, self.recorder.loss_reduction)
             weight.batch_first = axis == 0
-            weight.deliver = self._deliver_dense(self.weights.targets(t), get_gradient_edge(weight).node)
+            targets = self.weights.targets(t)
+            self.recorder.note(targets, Note(name, "foreign", layout))
+            weight.deliver = self._deliver_dense(targets, get_gradient_edge(weight).node)
             expanded[id(t)] = weight
         values = [expanded.get(id(a), a) for a in (*args, *kwargs.values())]
         y = FOREIGN[func].apply(tuple(kwargs), func, *values)
@@ -380,6 +306,17 @@ class Intercept(TorchFunctionMode):
             f"{name} uses {describe(weights)} on the result of {op}, of which samplewise does not know where its samples "
             f"lie. Either tell it, grads.mark(tensor, batch_dim=...), or {leave_out}."
         )
+
+
+def unchanged(packed: tuple[Tensor, int]) -> Tensor:
+    """What an op on weights saved, if it is still what it was: with hooks, autograd leaves that check to them."""
+    t, version = packed
+    if t._version != version:
+        raise UnattributedError(
+            f"a parameter {tuple(t.shape)} was changed in place (by an optimizer's step?) after it was used through a value "
+            "computed from it, so its gradient cannot be pulled back any more. Ask before changing it."
+        )
+    return t
 
 
 def names_of(weights: list[tuple[Tensor, Weight]]) -> list[str]:

@@ -132,6 +132,12 @@ class ParameterGrads:
         G, scale = self._grads._joined(self.name).materialize(), self._grads._factor_scale
         return (G * scale if scale != 1 else G).to(self._parameter.dtype)
 
+    def of_samples(self, samples: Tensor) -> Tensor:
+        """G of these samples alone, shape [len(samples), *shape], in the parameter's dtype."""
+        factor = self._grads._joined(self.name)
+        G = factor.select(samples.to(factor.tensors()[0].device)).materialize()
+        return (G * self._grads._factor_scale).to(self._parameter.dtype)
+
     def norms(self) -> Tensor:
         """n with n[b] = ‖G[b]‖, shape [B], in float32 or better."""
         return self._grads._joined(self.name).sq_norms().sqrt() * self._grads._factor_scale
@@ -171,6 +177,7 @@ def capture(
     loss_reduction: str = "sum",
     params: Iterable[str] | None = None,
     exclude: Iterable[str] = (),
+    verify: bool = True,
 ) -> Grads:
     """The per-sample gradients of whatever forward and backward of `model` run inside the block.
 
@@ -184,8 +191,15 @@ def capture(
     `batch_size`: how many samples; found from the model's inputs if None. `batch_dim`: along which dimension of the
     inputs they lie. `loss_reduction`: "sum" if `loss.backward()` is called on a sum of the samples' losses, "mean" if on
     their mean; `grads.backward(losses)` needs no such word. `params`, `exclude`: names or patterns ("layers.*.bias") of
-    the parameters to capture, and of those to leave to ordinary autograd.
+    the parameters to capture, and of those to leave to ordinary autograd. `verify`: check the first call of its kind
+    against two samples run alone, at about the cost of one more step.
     """
     return Grads(
-        model, batch_size=batch_size, batch_dim=batch_dim, loss_reduction=loss_reduction, params=params, exclude=exclude
+        model,
+        batch_size=batch_size,
+        batch_dim=batch_dim,
+        loss_reduction=loss_reduction,
+        params=params,
+        exclude=exclude,
+        verify=verify,
     )

@@ -37,12 +37,16 @@ class Layout:
         return cls(torch.arange(num_samples).reshape(shape), num_samples)
 
     def __repr__(self) -> str:
-        return f"Layout({'x'.join(map(str, self.ids.shape))} ids of {self.num_samples} samples)"
+        return f"Layout({self})"
 
     @cached_property
     def dims(self) -> tuple[int, ...]:
         """The dimensions along which the sample changes."""
         return tuple(d for d, size in enumerate(self.ids.shape) if size != 1)
+
+    def __str__(self) -> str:
+        sizes = [str(size) if size != 1 else "·" for size in self.ids.shape]
+        return f"{self.num_samples} samples along [{', '.join(sizes)}]" if self.dims else "one sample"
 
     @cached_property
     def has_strays(self) -> bool:
@@ -129,6 +133,8 @@ class Mixed:
     linear: bool = False
     even: bool = False
     discrete: bool = False
+    reduction: str | None = None
+    """"sum" or "mean" where it is certain that it is just that over the samples."""
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,9 @@ def _flow_of_mixed(call: Call, handler: Handler | None) -> Mark:
     if len(mixed) != len(call.marks) or not all(mark.linear for mark in mixed):
         return nonlinear  # a statistic of the batch goes back into its samples
     if call.name in LINEAR or call.name in ("sum", "mean") or handler in MOVES:
-        return Mixed(mixed[0].op, linear=True, even=all(mark.even for mark in mixed))
+        reductions = {mark.reduction for mark in mixed} if call.name != "mean" else {None}
+        reduction = reductions.pop() if len(reductions) == 1 else None
+        return Mixed(mixed[0].op, linear=True, even=all(mark.even for mark in mixed), reduction=reduction)
     only_numerator_learns = call.name not in DIVIDING or not learning or learning[0] is call.args[0]
     if call.name in SCALING and len(learning) <= 1 and only_numerator_learns:
         return Mixed(mixed[0].op, linear=True, even=len(mixed) == 1 and mixed[0].even)
@@ -113,7 +115,7 @@ def _flow_of_mixed(call: Call, handler: Handler | None) -> Mark:
 
 LINEAR = set(
     "add radd iadd sub rsub isub neg pos clone contiguous to float double half bfloat16 type detach cuda cpu "
-    "requires_grad alias data".split()
+    "requires_grad alias data real imag view_as_real".split()
 )
 """Elementwise ops that keep a weighted sum a weighted sum."""
 DIVIDING = set("div truediv itruediv true_divide divide".split())

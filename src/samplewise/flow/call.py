@@ -37,7 +37,7 @@ class Call:
     def layout(self, ids: Tensor) -> Layout:
         return Layout(ids, self.subject[1].num_samples)
 
-    def mixed(self, **kwargs: bool) -> Mixed:
+    def mixed(self, **kwargs: Any) -> Mixed:
         return Mixed(self.name, **kwargs)
 
 

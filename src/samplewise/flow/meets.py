@@ -15,7 +15,9 @@ def reduction(call: Call) -> Mark:
         return elementwise(call)  # torch.max(x, y)
     dims = _reduced_dims(call, tensor)
     if any(layout.ids.shape[d] != 1 for d in dims):
-        return call.mixed(linear=call.name in ("sum", "mean", "nansum"), even=layout.is_even and call.name != "nansum")
+        if call.name not in ("sum", "mean"):
+            return call.mixed(linear=call.name == "nansum")
+        return call.mixed(linear=True, even=layout.is_even, reduction=call.name)
     keep = [d for d in range(tensor.ndim) if d not in dims]
     ids = layout.ids if call.out.ndim == tensor.ndim else layout.ids.reshape([layout.ids.shape[d] for d in keep])
     return call.layout(ids)
@@ -234,7 +236,8 @@ def class_loss(call: Call) -> Mark:
     if call.out.ndim == 0 and tensor.ndim > 1:
         mean = call.arg(3, "reduction", 1) == 1
         uneven = mean and (weight is not None or _ignores(call, target))
-        return call.mixed(linear=True, even=not uneven and met.is_even)
+        reduction = "mean" if mean else "sum"
+        return call.mixed(linear=True, even=not uneven and met.is_even, reduction=reduction)
     return met
 
 

@@ -42,6 +42,8 @@ class Meeting:
     """gate(weight, spread, factor_of): `spread` again, handing the gradient that it gets to `factor_of`."""
     tap: Callable[[Tensor], Tensor]
     """tap(t): `t` again, whose gradient goes to the uses so far; for a rule that taps something else than its result."""
+    first_layout: Layout
+    how: str = "rule"
     uses: list[Use] = field(default_factory=list)
     marks: list[Layout] | None = None
 

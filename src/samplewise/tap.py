@@ -1,0 +1,108 @@
+"""Where gradients leave autograd: the nodes that hand the gradient of an op over to its uses."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from samplewise.errors import UnattributedError
+from samplewise.factors.base import Factor
+from samplewise.ops.registry import FactorOf
+from samplewise.samples import Layout, Mark, Marks
+from samplewise.weights import Pull, Weights
+
+Targets = list[tuple[str, Pull]]
+"""The parameters behind a weight, and how a factor of the weight becomes one of each."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """How one use of a parameter was understood."""
+
+    op: str
+    how: str
+    """By which rule: "rule", "elementwise", "generic" or "foreign"."""
+    layout: Layout
+
+
+class Recorder(Protocol):
+    """What receives the factors, as `capture.Capture` does."""
+
+    weights: Weights
+    marks: Marks[Mark]
+    constants: Marks[bool]
+    """Unmarked tensors made inside the block: True if from constants alone, False if from something from outside."""
+    batch_size: int | None
+    batch_dim: int
+    loss_reduction: str
+    anchor: Tensor
+    """A leaf that every tap and gate hangs on, so that results need a gradient although the weights under them do not."""
+    anchor_node: Any
+
+    def deliver(self, targets: Targets, factor: Factor) -> None: ...
+    def note(self, targets: Targets, use: Note) -> None: ...
+    def check_losses(self, losses: list[tuple[Tensor, Mark | None]]) -> None: ...
+
+
+class Tap(torch.autograd.Function):
+    """The identity, which hands the gradient of an op's result to the uses of the op's weights.
+
+    What the uses keep goes through autograd, so that changes in place are noticed, hooks see it and it is freed. The
+    result aliases y and shares its version counter, so that an op which keeps its own result notices later changes too.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        y: Tensor,
+        anchor: Tensor,
+        recorder: Recorder,
+        uses: list[tuple[Targets, FactorOf, list[int]]],
+        *kept: Tensor,
+    ) -> Tensor:
+        ctx.recorder, ctx.uses, ctx.num_kept = recorder, uses, len(kept)
+        ctx.save_for_backward(anchor, *kept)
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+        kept = ctx.saved_tensors[1:]  # may recompute a checkpointed forward, which must be seen
+        with torch._C.DisableTorchFunction():
+            kept = [t.detach() for t in kept]
+            if is_wanted(ctx.recorder.anchor_node):
+                for targets, factor_of, places in ctx.uses:
+                    ctx.recorder.deliver(targets, factor_of(g, *(kept[i] for i in places)))
+        return g, *[None] * (3 + ctx.num_kept)
+
+
+class Gate(torch.autograd.Function):
+    """A weight spread to the shape of an elementwise op's result; its gradient becomes the factor."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, spread: Tensor, anchor: Tensor, recorder: Recorder, targets: Targets, factor_of: FactorOf
+    ) -> Tensor:
+        ctx.recorder, ctx.targets, ctx.factor_of = recorder, targets, factor_of
+        ctx.save_for_backward(anchor)
+        return spread.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+        _ = ctx.saved_tensors  # raises in a second backward
+        with torch._C.DisableTorchFunction():
+            if is_wanted(ctx.recorder.anchor_node):
+                ctx.recorder.deliver(ctx.targets, ctx.factor_of(g))
+        return (None,) * 5
+
+
+def is_wanted(leaf_node: Any) -> bool:
+    """Whether this backward is one that would fill the `.grad` of that leaf, and not `autograd.grad` for something else."""
+    if not torch._C._will_engine_execute_node(leaf_node):
+        return False
+    if torch.is_grad_enabled():
+        raise UnattributedError(
+            "backward(create_graph=True) met a captured model: gradients of gradients have parts of their own that are not "
+            "seen here. Take the second derivative outside of the capture."
+        )
+    return True

@@ -1,0 +1,234 @@
+"""The first call of its kind checked against truth: a few samples run alone through the plain model."""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from samplewise.capture import Capture
+from samplewise.errors import SamplesMixError, SamplewiseError
+from samplewise.queries import Grads, capture
+from samplewise.samples import Layout
+from samplewise.still import Still, unchanged
+
+TOLERANCE = {torch.float64: 1e-6, torch.complex128: 1e-6, torch.float32: 1e-2, torch.complex64: 1e-2}
+"""How far a gradient may be from truth, relative to its norm; half precision may be off by 0.2. A wrong rule is off by more."""
+
+VERIFIED: weakref.WeakKeyDictionary[nn.Module, set] = weakref.WeakKeyDictionary()
+"""The kinds of calls of each model that were found right."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter in the table of a verification."""
+
+    parameter: str
+    ops: str
+    how: str
+    layout: str
+    error: float
+    """‖captured - true‖ / ‖true‖ of the worst sample checked."""
+    is_right: bool
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was checked and how far it is from truth."""
+
+    rows: tuple[Row, ...]
+    samples: tuple[int, ...]
+    output_error: float
+    """The largest difference of an output from that of the sample alone, relative to the largest output."""
+    outputs_agree: bool
+
+    @property
+    def is_right(self) -> bool:
+        return self.outputs_agree and all(row.is_right for row in self.rows)
+
+    def __str__(self) -> str:
+        header = ("parameter", "op", "by", "samples", "error")
+        lines = [(r.parameter, r.ops, r.how, r.layout, f"{r.error:.1e}{'' if r.is_right else ' wrong'}") for r in self.rows]
+        widths = [max(len(line[k]) for line in [header, *lines]) for k in range(len(header))]
+        table = [
+            "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in [header, *lines]
+        ]
+        agree = "agree" if self.outputs_agree else "DIFFER"
+        table.append(f"outputs of samples {list(self.samples)} alone and in the batch {agree} ({self.output_error:.1e})")
+        return "\n".join(table)
+
+
+def verify(model: nn.Module, *args: Any, batch_size: int | None = None, batch_dim: int = 0, **kwargs: Any) -> Verification:
+    """How well per-sample gradients of `model(*args, **kwargs)` agree with those of samples run alone.
+
+    Random state, buffers and gradients are left as they were; dropout is held still. Raises where samples mix or cannot
+    be told apart.
+
+    >>> verify(nn.Linear(2, 3), torch.ones(4, 2)).is_right
+    True
+    """
+    return _verification(model, args, kwargs, {"batch_size": batch_size, "batch_dim": batch_dim})
+
+
+def verify_first_use(recording: Capture, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Verifies a call that a capture is about to record, unless one of its kind has been verified; raises if it is wrong."""
+    B = recording.batch_size
+    if B is None or B < 2:
+        return
+    kind = _kind(recording, module, args, kwargs)
+    if kind in VERIFIED.setdefault(module, set()):
+        return
+    names = {id(p): name for name, p in module.named_parameters()}
+    chosen = [names[id(p)] for p in recording.parameters.values() if id(p) in names]
+    if not chosen:
+        return
+    options = {"batch_size": B, "batch_dim": recording.batch_dim, "params": chosen}
+    marks = {id(t): mark for t in _tensors((args, kwargs)) if isinstance(mark := recording.marks.get(t), Layout)}
+    result = _verification(module, args, kwargs, options, marks)
+    if not result.is_right:
+        raise SamplesMixError(_complaint(result))
+    VERIFIED[module].add(kind)
+
+
+def _complaint(result: Verification) -> str:
+    wrong = [row for row in result.rows if not row.is_right]
+    if not result.outputs_agree:
+        what = "the model gives a sample another output alone than in its batch: samples influence each other in it"
+    else:
+        row = wrong[0]
+        what = f"the gradient of parameter {row.parameter!r} (used by {row.ops}) is not that of the sample run alone"
+    return (
+        f"{what}. Per-sample gradients would be wrong.\n{result}\nPut layers that use statistics of the batch in eval mode, "
+        "mark data that reaches the model in another way than as an argument, or leave parameters out with exclude=[...]. "
+        "If a sample alone rightly differs, turn this check off: capture(model, verify=False)."
+    )
+
+
+def _verification(
+    module: nn.Module, args: tuple, kwargs: dict, options: dict[str, Any], marks: dict[int, Layout] | None = None
+) -> Verification:
+    copies: list[tuple[Tensor, Layout]] = []
+
+    def copied(t: Tensor) -> Tensor:
+        copy = t.detach().clone()
+        if marks is not None and id(t) in marks:
+            copies.append((copy, marks[id(t)]))
+        return copy
+
+    args, kwargs = tree_map_only(Tensor, copied, (args, kwargs))
+    with unchanged(module), Still(), torch.enable_grad():
+        grads, outputs = _captured(module, args, kwargs, options, copies)
+        B = grads.batch_size
+        assert B is not None
+        samples = tuple(sorted({0, B - 1}))
+        parameters = {name: grads.parameters[name] for name in grads}
+        errors = dict.fromkeys(parameters, 0.0)
+        right = dict.fromkeys(parameters, True)
+        output_error, agree = 0.0, True
+        for b in samples:
+            alone = tree_map_only(Tensor, _row_of(b, grads), (args, kwargs))
+            try:
+                out = module(*alone[0], **alone[1])
+            except Exception as error:
+                raise SamplewiseError(
+                    f"the model could not be run on sample {b} alone, so it was not verified ({type(error).__name__}: {error}). "
+                    "Turn the check off: capture(model, verify=False)."
+                ) from error
+            pairs = [(ours, theirs) for ours, theirs in zip(outputs, _tensors(out), strict=False) if ours is not None]
+            for (whole, layout, _), theirs in pairs:
+                mine = layout.fold(0)(whole.detach())[b]
+                scale = float(whole.detach().abs().max()) or 1.0
+                if mine.numel() != theirs.numel():
+                    agree = False
+                    continue
+                error = float((mine.flatten() - theirs.detach().flatten()).abs().max()) / scale
+                output_error = max(output_error, error)
+                agree = agree and error <= tolerance(theirs.dtype)
+            if not agree:
+                break
+            terms = [(theirs.flatten() * layout.fold(0)(v)[b].flatten()).sum() for (_, layout, v), theirs in pairs]
+            total = reduce(torch.add, terms, torch.zeros(()))
+            if not total.requires_grad:
+                continue
+            total = total.real if total.is_complex() else total
+            truth = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
+            overall = max((float(T.norm()) for T in truth if T is not None), default=0.0)
+            for name, T in zip(parameters, truth, strict=True):
+                G = grads[name].of_samples(torch.tensor([b]))[0]
+                T = torch.zeros_like(G) if T is None else T.to_dense() if T.is_sparse else T
+                off, norm = float((G - T).norm()), float(T.norm())
+                # a gradient that is zero but for rounding is compared with the others
+                floor = overall * torch.finfo(T.dtype).eps * 1e3
+                errors[name] = max(errors[name], off / (norm or 1.0))
+                right[name] = right[name] and off <= tolerance(T.dtype) * norm + floor
+    rows = tuple(_row(name, grads, errors[name], right[name]) for name in parameters)
+    return Verification(rows, samples, output_error, agree)
+
+
+def _captured(
+    module: nn.Module, args: tuple, kwargs: dict, options: dict[str, Any], marks: list[tuple[Tensor, Layout]]
+) -> tuple[Grads, list[tuple[Tensor, Layout, Tensor] | None]]:
+    """The captured gradients for random output gradients, and (output, layout, output gradient) for each output."""
+    generator = torch.Generator().manual_seed(0)
+    outputs: list[tuple[Tensor, Layout, Tensor] | None] = []
+    with capture(module, verify=False, **options) as grads:
+        for t, layout in marks:
+            grads.marks.set(t, layout)
+        out = module(*args, **kwargs)
+        total = None
+        for t in _tensors(out):
+            layout = grads.marks.get(t)
+            if not isinstance(layout, Layout) or not t.requires_grad:
+                outputs.append(None)
+                continue
+            v = torch.randn(t.shape, generator=generator).to(t)
+            outputs.append((t, layout, v))
+            term = (t * v).sum()
+            total = term if total is None else total + term
+        if total is not None:
+            (total.real if total.is_complex() else total).backward()
+    return grads, outputs
+
+
+def _row_of(b: int, grads: Grads) -> Callable[[Tensor], Tensor]:
+    def row(t: Tensor) -> Tensor:
+        mark = grads.marks.get(t)
+        if not isinstance(mark, Layout) or not mark.dims:
+            return t.clone()
+        (axis,) = mark.dims
+        return t.index_select(axis, (mark.ids.flatten() == b).nonzero().squeeze(1).to(t.device))
+
+    return row
+
+
+def _row(name: str, grads: Grads, error: float, is_right: bool) -> Row:
+    notes = grads.notes.get(name, [])
+    ops = ", ".join(dict.fromkeys(note.op for note in notes))
+    how = ", ".join(dict.fromkeys(note.how for note in notes))
+    layouts = list(dict.fromkeys(str(note.layout) for note in notes))
+    return Row(name, ops, how, layouts[0] if len(layouts) == 1 else f"{len(layouts)} layouts", error, is_right)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    return TOLERANCE.get(dtype, 0.2)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
+
+
+def _kind(recording: Capture, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    """Calls of one kind differ in sizes alone, not in which sizes are 1 or the batch size."""
+    B = recording.batch_size
+
+    def spec(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.dtype, leaf.device, tuple("B" if size == B else min(size, 2) for size in leaf.shape)
+        return leaf if isinstance(leaf, bool | str | None) else type(leaf)
+
+    modes = tuple(m.training for m in module.modules())
+    return tuple(map(spec, tree_leaves((args, kwargs)))), modes, recording.batch_dim, tuple(recording.parameters)
