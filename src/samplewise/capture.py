@@ -107,7 +107,9 @@ class Capture:
         thread = threading.get_ident()
 
         def is_ours() -> bool:
-            return threading.get_ident() == thread and not (self._intercept is not None and self._intercept.is_paused)
+            if threading.get_ident() != thread or torch._C._current_graph_task_id() != -1:
+                return False  # another thread, or a checkpoint that runs forward again during backward
+            return self._intercept is None or not self._intercept.is_paused
 
         def entered(module: nn.Module, args: tuple, kwargs: dict) -> None:
             if self._outermost is None and is_ours():
@@ -140,12 +142,16 @@ class Capture:
         """Checks the call against truth if it is the first of its kind; nothing that this runs is recorded."""
         from samplewise.verification import verify_first_use  # it captures, so it stands above this
 
-        assert self._intercept is not None
-        self._intercept.is_paused = True
+        watching = [
+            mode for mode in _get_current_function_mode_stack() if isinstance(mode, Intercept) and not mode.is_paused
+        ]
+        for mode in watching:
+            mode.is_paused = True
         try:
             verify_first_use(self, module, args, kwargs)
         finally:
-            self._intercept.is_paused = False
+            for mode in watching:
+                mode.is_paused = False
 
     # --- the batch ---------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 import types
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -330,14 +329,20 @@ def describe(weights: list[tuple[Tensor, Weight]]) -> str:
     return f"parameter{'s' if len(names) > 1 else ''} {', '.join(map(repr, names))} {shapes}"
 
 
-@cache
+INSIDE: dict[Callable, Callable | None] = {}
+
+
 def without_override(func: Callable) -> Callable | None:
     """A Python function of torch that asks for overrides first, without that question; None for any other function.
 
     So the ops inside `F.multi_head_attention_forward` are seen one by one, and only the innermost need to be known.
     """
-    if not isinstance(func, types.FunctionType):
-        return None
+    if func not in INSIDE:
+        INSIDE[func] = _without_override(func) if isinstance(func, types.FunctionType) else None
+    return INSIDE[func]
+
+
+def _without_override(func: types.FunctionType) -> Callable | None:
     questions = [n for n in func.__code__.co_names if n.startswith("has_torch_function")]
     if not questions:
         return None

@@ -155,7 +155,7 @@ def _verification(
             if not total.requires_grad:
                 continue
             total = total.real if total.is_complex() else total
-            truth = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
+            truth = _gradients(total, list(parameters.values()), module)
             overall = max((float(T.norm()) for T in truth if T is not None), default=0.0)
             for name, T in zip(parameters, truth, strict=True):
                 G = grads[name].of_samples(torch.tensor([b]))[0]
@@ -167,6 +167,24 @@ def _verification(
                 right[name] = right[name] and off <= tolerance(T.dtype) * norm + floor
     rows = tuple(_row(name, grads, errors[name], right[name]) for name in parameters)
     return Verification(rows, samples, output_error, agree)
+
+
+def _gradients(total: Tensor, parameters: list[Tensor], module: nn.Module) -> list[Tensor | None]:
+    """Plain gradients, with `.grad` of all parameters left as it is."""
+    try:
+        return list(torch.autograd.grad(total, parameters, allow_unused=True, retain_graph=True))
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+    before = [(p, p.grad) for p in module.parameters()]  # a reentrant checkpoint knows no autograd.grad
+    try:
+        for p, _ in before:
+            p.grad = None
+        total.backward()
+        return [p.grad for p in parameters]
+    finally:
+        for p, grad in before:
+            p.grad = grad
 
 
 def _captured(

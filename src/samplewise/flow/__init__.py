@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from samplewise.flow.call import Call, Handler, Several, aligned, elementwise, is_in_place, op_name
+from samplewise.flow.call import ADDING, Call, Handler, Several, aligned, elementwise, is_in_place, op_name
 from samplewise.flow.meets import (
     along_dim,
     attention,
@@ -101,6 +101,10 @@ def _flow_of_mixed(call: Call, handler: Handler | None) -> Mark:
     mixed = [mark for _, mark in call.marks if isinstance(mark, Mixed)]
     learning = [t for t, _ in call.marks if t.requires_grad]
     nonlinear = Mixed(mixed[0].op)
+    if call.name in ADDING and call.out.ndim == 0 and all(mark.linear for mark in mixed):
+        even = len(mixed) == len(call.marks) and all(mark.even for mark in mixed)
+        reductions = {mark.reduction for mark in mixed} if even else {None}
+        return Mixed(mixed[0].op, linear=True, even=even, reduction=reductions.pop() if len(reductions) == 1 else None)
     if len(mixed) != len(call.marks) or not all(mark.linear for mark in mixed):
         return nonlinear  # a statistic of the batch goes back into its samples
     if call.name in LINEAR or call.name in ("sum", "mean") or handler in MOVES:

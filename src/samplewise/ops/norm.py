@@ -151,6 +151,8 @@ def instance_norm(
     y, mean, rstd = torch.native_batch_norm(
         input.reshape(1, N * C, *input.shape[2:]), repeated(weight), repeated(bias), *running, True, momentum, eps
     )
+    if y.requires_grad:  # torch's backward on the CPU (2.15) reads a gradient of other strides in the wrong order
+        y.register_hook(torch.Tensor.contiguous)
     for statistic, spread in zip((running_mean, running_var), running, strict=True):
         if statistic is not None:
             statistic.copy_(spread.reshape(N, C).mean(0))
