@@ -17,6 +17,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torchvision.models import convnext
 from torchvision.models.resnet import BasicBlock
 
+import samplewise as sw
+from samplewise import SamplesMixError, SamplewiseError, UnattributedError
 from samplewise.testing import oracle, relative_error, run_capture
 
 B, T, V = 3, 7, 50
@@ -106,7 +108,15 @@ def normal(*shape: int) -> Callable[[], Tensor]:
 
 
 def gpt2(**more: Any) -> nn.Module:
-    sizes = {"vocab_size": V, "n_positions": 16, "n_embd": 8, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    sizes = {
+        "vocab_size": V,
+        "n_positions": 16,
+        "n_embd": 8,
+        "n_layer": 2,
+        "n_head": 2,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **more))
 
 
@@ -236,7 +246,14 @@ def timm_vit() -> nn.Module:
 def timm_swin() -> nn.Module:
     """Shifted windows folded into the batch, with a table of relative positions."""
     return timm.models.SwinTransformer(
-        img_size=16, patch_size=2, embed_dim=4, depths=(2, 2), num_heads=(1, 2), window_size=2, num_classes=3, drop_path_rate=0
+        img_size=16,
+        patch_size=2,
+        embed_dim=4,
+        depths=(2, 2),
+        num_heads=(1, 2),
+        window_size=2,
+        num_classes=3,
+        drop_path_rate=0,
     )
 
 
@@ -438,3 +455,58 @@ def test_model_matches_oracle(case, query, answers):
         # a softmax does not see the bias of its keys, whose gradient is zero but for rounding
         is_zero = float(G.abs().max()) < 1e-12 * largest
         assert relative_error(got[name], G) < case.tolerance or (is_zero and got[name].abs().max() < 1e-9 * largest), name
+
+
+# --- what the table does not hold ---
+
+
+def test_loss_inside_a_hugging_face_model():
+    net, ids = gpt2(loss_type="ForCausalLM").double(), tokens()
+    with sw.capture(net, loss_reduction="mean") as grads:
+        net(input_ids=ids, labels=ids).loss.backward()
+    for name, G in oracle(net, next_token_loss, ids).items():
+        assert relative_error(grads[name].materialize(), G) < 1e-5, name  # the model takes its loss in float32
+
+
+def test_loss_inside_a_hugging_face_model_over_unequal_lengths_is_refused():
+    net, ids = gpt2(loss_type="ForCausalLM").double(), tokens()
+    labels = ids.masked_fill(padding() == 0, -100)
+    with sw.capture(net, loss_reduction="mean"), pytest.raises(SamplesMixError, match="does not weigh all samples alike"):
+        net(input_ids=ids, labels=labels).loss.backward()
+
+
+def test_bags_given_by_offsets():
+    """Ids of all bags in a row do not show where a sample ends, so a sample cannot be run alone and is not verified."""
+    net = Fn(lambda s, x, ids, offsets: s.table(ids, offsets) * x, table=nn.EmbeddingBag(V, 4)).double()
+    x, ids, offsets = torch.randn(B, 4).double(), torch.randint(V, (9,)), torch.tensor([0, 3, 7])
+    with sw.capture(net, batch_size=B, verify=False) as grads:
+        grads.backward(net(x, ids, offsets).square().sum(1))
+    for b, bag in enumerate(ids.split([3, 4, 2])):
+        loss = net(x[b : b + 1], bag, torch.tensor([0])).square().sum()
+        (G,) = torch.autograd.grad(loss, net.table.weight)
+        assert relative_error(grads["table.weight"].materialize()[b], G) < TOLERANCE
+    with sw.capture(net), pytest.raises(UnattributedError, match=r"sizes \[3, 9\]"):
+        net(x, ids, offsets)
+    with sw.capture(net, batch_size=B), pytest.raises(SamplewiseError, match="verify=False"):
+        net(x, ids, offsets)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("make", [gpt2, llama, bert, t5], ids=["gpt2", "llama", "bert", "t5"])
+@pytest.mark.filterwarnings("ignore:.*use_cache=True.*")
+def test_gradient_checkpointing(make, reentrant):
+    net, ids = make().double().train(), tokens()
+    loss_fn = {bert: masked_loss, t5: lambda net, ids: seq2seq_loss(net, ids, ids)}.get(make, next_token_loss)
+    truth = oracle(net, loss_fn, ids)
+    net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        net.enable_input_require_grads()
+    if reentrant and make is t5:  # a block hands its table of positions on to the next, through a checkpoint that hides it
+        with sw.capture(net), pytest.raises(UnattributedError, match=r"relative_attention_bias\.weight"):
+            loss_fn(net, ids).sum().backward()
+        return
+    grads = run_capture(net, loss_fn, ids)
+    assert set(grads) == set(truth)
+    largest = max(float(G.abs().max()) for G in truth.values())
+    for name, G in truth.items():
+        assert (grads[name].materialize() - G).abs().max() < TOLERANCE * largest, name

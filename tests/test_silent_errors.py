@@ -1,5 +1,6 @@
 """What other systems get wrong without a word (FIELD.md §3 and §4), and what a hunt found here: right, or refused in words."""
 
+import copy
 import threading
 
 import numpy as np
@@ -127,6 +128,13 @@ RIGHT = {
     "instance norm with running statistics": (
         lambda: running(nn.InstanceNorm2d(3, affine=True, track_running_stats=True)), (B, 3, 4, 4),
     ),
+    "instance norm of odd strides": (
+        lambda: Fn(
+            lambda s, x: F.instance_norm(torch.einsum("z,abc->zcab", s.w, s.l(x)).swapaxes(0, 2), weight=s.g, bias=s.b),
+            l=linear(4, 3), w=(2,), g=(3,), b=(3,),
+        ),
+        (3, 1, 4),
+    ),
     "complex linear": (lambda: complex_of(linear()), z(B, 6, 5)),
     "complex conv": (lambda: complex_of(nn.Conv1d(2, 3, 2)), z(B, 2, 6)),
     "complex arithmetic": (lambda: complex_of(Fn(lambda s, x: x * s.w + s.v, w=(5,), v=(6, 1))), z(B, 6, 5)),
@@ -218,6 +226,9 @@ RIGHT = {
     "view_as of another rank": (lambda: Fn(lambda s, x: s.l(x.view_as(torch.empty(2, 2, 5)[: len(x)])), l=linear()), (2, 10)),
     "numpy's axis=": (lambda: Fn(lambda s, x: s.l(torch.stack([x, 2 * x], axis=1)), l=linear()), (2, 5)),
     "square view (B, T) → (T, B)": (lambda: Fn(lambda s, x: s.l(x.transpose(0, 1)).transpose(0, 1), l=linear()), (B, B, 5)),
+    "weight with a row a sample": (
+        lambda: Fn(lambda s, x: torch.einsum("bti,bi->bti", x, s.w.repeat(len(x), 1)), w=(1, 5)), (B, 6, 5),
+    ),
     "first rows of another layout": (
         lambda: Fn(lambda s, x: s.l(x.permute(1, 0, 2).reshape(-1, 5)).view(6, -1, 3).transpose(0, 1), l=linear()), (B, 6, 5),
     ),
@@ -793,6 +804,9 @@ ISOLATED = {
     ),
     "any op": (lambda: Fn(lambda s, x: torch.einsum("bi,ij,jo->bo", x, s.u, s.v), u=(5, 2), v=(2, 3)), (B, 5)),
     "broadcast product": (lambda: Fn(lambda s, x: x @ s.w, w=(2, 5, 3)), (B, 1, 6, 5)),
+    "weight with a row a sample": (
+        lambda: Fn(lambda s, x: torch.einsum("bti,bi->bti", x, s.w.repeat(len(x), 1)), w=(1, 5)), (B, 6, 5),
+    ),
 }  # fmt: skip
 
 
@@ -804,7 +818,7 @@ def test_a_bad_sample_does_not_spoil_the_others(name, bad):
     others = [0, 1, 3]
     good = run_capture(model, rows, x[others])
     x[2].view(-1)[0] = bad
-    grads = run_capture(model, rows, x)
+    grads = run_capture(copy.deepcopy(model), rows, x)  # a copy, so that this is a first use
     assert not grads.norms()[2].isfinite()
     assert relative_error(grads.norms()[others], good.norms()) < TOLERANCE
     w = torch.tensor([1.0, 2.0, 0.0, 3.0])

@@ -2,20 +2,22 @@
 
 import threading
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from samplewise.errors import SamplesMixError, SamplewiseError, UnattributedError
+from samplewise.choice import captured_parameters
+from samplewise.errors import SamplewiseError, UnattributedError
 from samplewise.factors.base import Factor
 from samplewise.intercept import Intercept
-from samplewise.samples import Layout, Lost, Mark, Marks, Mixed
+from samplewise.losses import check_loss
+from samplewise.samples import Layout, Lost, Mark, Marks
 from samplewise.tap import Note, Targets
 from samplewise.weights import Weights
 
@@ -29,6 +31,7 @@ class Capture:
         *,
         batch_size: int | None = None,
         batch_dim: int = 0,
+        sample_ids: Tensor | None = None,
         loss_reduction: str = "sum",
         params: Iterable[str] | None = None,
         exclude: Iterable[str] = (),
@@ -45,7 +48,11 @@ class Capture:
                 "Capture the module that it was scripted from."
             )
         self.model = model
+        if sample_ids is not None:
+            sample_ids = checked_ids(sample_ids)
+            batch_size = max(batch_size or 0, int(sample_ids.max()) + 1 if len(sample_ids) else 0)
         self.batch_size, self.batch_dim, self.loss_reduction = batch_size, batch_dim, loss_reduction
+        self.sample_ids = sample_ids
         self.verify = verify
         self.parameters, self._aliases = captured_parameters(model, params, exclude)
         self.marks: Marks[Mark] = Marks()
@@ -164,15 +171,31 @@ class Capture:
         size = tensor.shape[dim]
         if self.batch_size is None:
             self.batch_size = size
-        if size != self.batch_size:
+        if size != self.num_rows:
             raise UnattributedError(
-                f"a tensor {tuple(tensor.shape)} was marked along dimension {dim}, but the batch has {self.batch_size} samples."
+                f"a tensor {tuple(tensor.shape)} was marked along dimension {dim}, but the batch has {self.num_rows} rows."
             )
-        self.marks.set(tensor, Layout.along(dim, ndim=tensor.ndim, num_samples=size))
+        if self.sample_ids is None:
+            layout = Layout.along(dim, ndim=tensor.ndim, num_samples=size)
+        else:
+            shape = [1] * tensor.ndim
+            shape[dim] = size
+            layout = Layout(self.sample_ids.reshape(shape), self.batch_size)
+        self.marks.set(tensor, layout)
         return tensor
 
+    @property
+    def num_rows(self) -> int | None:
+        """How many rows the batch has: one a sample, unless sample ids say otherwise."""
+        return self.batch_size if self.sample_ids is None else len(self.sample_ids)
+
     def _mark_inputs(self, args: tuple, kwargs: dict) -> None:
-        leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        leaves = []
+        for leaf in tree_leaves((args, kwargs), is_leaf=lambda a: isinstance(a, PackedSequence)):
+            if isinstance(leaf, PackedSequence):
+                self._mark_packed(leaf)
+            elif isinstance(leaf, Tensor):
+                leaves.append(leaf)
         inputs = [t for t in leaves if self.marks.get(t) is None and self.weights.get(t) is None]
         dim = self.batch_dim
         if self.batch_size is None and not torch.is_grad_enabled():
@@ -201,14 +224,26 @@ class Capture:
                     "Give it, capture(model, batch_size=...), and mark the data: grads.mark(tensor)."
                 )
             (self.batch_size,) = sizes
-        elif inputs and self.batch_size not in sizes and len(inputs) == len(leaves) and torch.is_grad_enabled():
+        elif inputs and self.num_rows not in sizes and len(inputs) == len(leaves) and torch.is_grad_enabled():
             raise UnattributedError(
-                f"the batch has {self.batch_size} samples, but no input of this call has that size along dimension {dim} "
+                f"the batch has {self.num_rows} rows, but no input of this call has that size along dimension {dim} "
                 f"(found {sorted(sizes)}). One capture holds one batch."
             )
         for t in inputs:
-            if t.ndim > dim and t.shape[dim] == self.batch_size:
+            if t.ndim > dim and t.shape[dim] == self.num_rows:
                 self.mark(t)
+
+    def _mark_packed(self, sequences: PackedSequence) -> None:
+        """Each row of packed sequences belongs to the sequence that it came from, counted in the caller's order."""
+        sizes = sequences.batch_sizes.tolist()
+        order = torch.arange(sizes[0]) if sequences.sorted_indices is None else sequences.sorted_indices.cpu()
+        if self.batch_size is None:
+            self.batch_size = sizes[0]
+        if self.batch_size != sizes[0]:
+            raise UnattributedError(f"the batch has {self.batch_size} samples, but {sizes[0]} sequences were packed.")
+        ids = torch.cat([order[:size] for size in sizes])
+        shape = [-1] + [1] * (sequences.data.ndim - 1)
+        self.marks.set(sequences.data, Layout(ids.reshape(shape), self.batch_size))
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
@@ -219,7 +254,9 @@ class Capture:
         their number.
         """
         mark = self.marks.get(losses)
-        if losses.shape != (self.batch_size,) or (isinstance(mark, Layout) and mark.fold(0).axis != 0):
+        in_order = not isinstance(mark, Layout) or mark.fold(0).axis == 0
+        by_row = self.sample_ids is not None and losses.shape == (self.num_rows,)
+        if not by_row and (losses.shape != (self.batch_size,) or not in_order):
             raise UnattributedError(
                 f"grads.backward takes one loss a sample, shape ({self.batch_size},) in the order of the batch, "
                 f"got {tuple(losses.shape)}. Use reduction='none' and sum what belongs to one sample."
@@ -229,30 +266,11 @@ class Capture:
         losses.sum().backward()
 
     def check_losses(self, losses: list[tuple[Tensor, Mark | None]]) -> None:
-        """Raises if the value that backward starts from is not made of separate samples."""
+        """Raises if a value that backward starts from is not made of separate samples, or not as `loss_reduction` says."""
         for loss, mark in losses:
-            if isinstance(mark, Mixed) and not mark.linear:
-                raise SamplesMixError(
-                    f"the loss mixes samples ({mark.op} combines them other than by a weighted sum), so it has no per-sample "
-                    "gradients. A loss must be a sum or mean of one term a sample."
-                )
-            if isinstance(mark, Mixed) and not mark.even and self.loss_reduction == "mean" and self._scale is None:
-                raise SamplesMixError(
-                    f'loss_reduction="mean", but the mean made by {mark.op} does not weigh all samples alike (ignored '
-                    "targets, class weights or rows of unequal number). Give one loss a sample to grads.backward(losses)."
-                )
-            certain = mark.reduction if isinstance(mark, Mixed) else None
-            if certain is not None and certain != self.loss_reduction and self._scale is None:
-                raise SamplewiseError(
-                    f'the loss is a {certain} over the samples, but loss_reduction="{self.loss_reduction}". '
-                    f'Say capture(model, loss_reduction="{certain}"), or give one loss a sample to grads.backward(losses).'
-                )
-            if isinstance(mark, Lost) or (mark is None and self.weights.is_data(loss)):
-                made_by = f"{mark.op}, of which" if isinstance(mark, Lost) else "an op that samplewise did not see, so"
-                raise UnattributedError(
-                    f"the loss was made by {made_by} it is not known whether it keeps samples apart. Compute one loss a "
-                    "sample from ops that are known, or say where its samples lie: grads.mark(losses)."
-                )
+            if mark is None and self.weights.is_data(loss):
+                mark = Lost("code that was not seen")
+            check_loss(mark, None if self._scale is not None else self.loss_reduction)
 
     def _set_scale(self, scale: float) -> None:
         if self._scale not in (None, scale):
@@ -278,39 +296,21 @@ class Capture:
             self.notes.setdefault(name, []).append(use)
 
 
-def captured_parameters(
-    model: nn.Module, params: Iterable[str] | None, exclude: Iterable[str]
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The trainable parameters to capture by their first name, and for every name of them that first name."""
-    wanted, unwanted = (None if names is None else _patterns(names) for names in (params, exclude))
-    trainable = [(n, p) for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
-    for pattern in [*(wanted or ()), *(unwanted or ())]:
-        if not any(fnmatchcase(name, pattern) for name, _ in trainable):
-            raise ValueError(f"no trainable parameter is called {pattern!r}")
-    names_of: dict[int, list[str]] = {}
-    for name, parameter in trainable:
-        names_of.setdefault(id(parameter), []).append(name)
-    chosen: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    for name, parameter in trainable:
-        names = names_of[id(parameter)]
-        if wanted is not None and not any(fnmatchcase(n, p) for n in names for p in wanted):
-            continue
-        if unwanted and any(fnmatchcase(n, p) for n in names for p in unwanted):
-            continue
-        chosen.setdefault(names[0], parameter)
-        aliases[name] = names[0]
-    return chosen, aliases
-
-
-def _patterns(names: Iterable[str]) -> list[str]:
-    return [names] if isinstance(names, str) else list(names)
+def checked_ids(sample_ids: Tensor) -> Tensor:
+    """Sample ids as a vector on the CPU."""
+    if sample_ids.is_floating_point() or sample_ids.ndim != 1 or bool((sample_ids < 0).any()):
+        raise ValueError(
+            f"sample_ids is a vector with the number of its sample, from 0 on, for each row; got {tuple(sample_ids.shape)} of "
+            f"{sample_ids.dtype}"
+        )
+    return sample_ids.detach().cpu().long()
 
 
 def unseen(names: Iterable[str]) -> str:
     return (
         f"an ordinary gradient reached captured parameter {', '.join(map(repr, sorted(names)))}: it was used where samplewise "
-        "does not see it (a custom autograd.Function, compiled or scripted code, another thread), or on a tensor that is "
-        "not known to hold samples. Mark such a tensor, grads.mark(tensor), or leave the parameter out: "
+        "does not see it (a custom autograd.Function, compiled or scripted code, another thread, a reentrant checkpoint that "
+        "returns a value of parameters alone: use_reentrant=False), or on a tensor that is not known to hold samples. Mark "
+        "such a tensor, grads.mark(tensor), or leave the parameter out: "
         "capture(model, exclude=[...])."
     )

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -19,6 +19,7 @@ from samplewise.ops.generic import GenericFactor, generic
 from samplewise.ops.pointwise import pointwise
 from samplewise.ops.registry import EXPANSIONS, RULES, FactorOf, Meeting
 from samplewise.samples import Layout, Lost, Mark, Mixed
+from samplewise.saving import kept_as_is
 from samplewise.tap import Gate, Note, Recorder, Tap, Targets, is_wanted
 from samplewise.weights import Weight
 
@@ -120,11 +121,8 @@ class Intercept(TorchFunctionMode):
             )
 
     def _derive(self, func: Callable, name: str, args: tuple, kwargs: dict, weights: list) -> Any:
-        """Runs an op on weights alone, in ordinary autograd.
-
-        Its graph is walked again by queries, so what it saves is kept as it is, also where the model is checkpointed.
-        """
-        with saved_tensors_hooks(lambda t: (t.detach(), t._version), unchanged):
+        """Runs an op on weights alone, in ordinary autograd; queries walk its graph again."""
+        with kept_as_is():
             out = func(*args, **kwargs)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
@@ -305,17 +303,6 @@ class Intercept(TorchFunctionMode):
             f"{name} uses {describe(weights)} on the result of {op}, of which samplewise does not know where its samples "
             f"lie. Either tell it, grads.mark(tensor, batch_dim=...), or {leave_out}."
         )
-
-
-def unchanged(packed: tuple[Tensor, int]) -> Tensor:
-    """What an op on weights saved, if it is still what it was: with hooks, autograd leaves that check to them."""
-    t, version = packed
-    if t._version != version:
-        raise UnattributedError(
-            f"a parameter {tuple(t.shape)} was changed in place (by an optimizer's step?) after it was used through a value "
-            "computed from it, so its gradient cannot be pulled back any more. Ask before changing it."
-        )
-    return t
 
 
 def names_of(weights: list[tuple[Tensor, Weight]]) -> list[str]:

@@ -174,6 +174,7 @@ def capture(
     *,
     batch_size: int | None = None,
     batch_dim: int = 0,
+    sample_ids: Tensor | None = None,
     loss_reduction: str = "sum",
     params: Iterable[str] | None = None,
     exclude: Iterable[str] = (),
@@ -188,16 +189,21 @@ def capture(
     >>> grads.norms()
     tensor([ 5., 10.])
 
-    `batch_size`: how many samples; found from the model's inputs if None. `batch_dim`: along which dimension of the
-    inputs they lie. `loss_reduction`: "sum" if `loss.backward()` is called on a sum of the samples' losses, "mean" if on
-    their mean; `grads.backward(losses)` needs no such word. `params`, `exclude`: names or patterns ("layers.*.bias") of
-    the parameters to capture, and of those to leave to ordinary autograd. `verify`: check the first call of its kind
-    against two samples run alone, at about the cost of one more step.
+    `batch_size`: how many samples; found from the model's inputs if None.
+    `batch_dim`: along which dimension of the inputs they lie.
+    `sample_ids`: for each row along that dimension the number of its sample, where several rows are of one sample (views
+    of one image, rows of one user, packed sequences).
+    `loss_reduction`: "sum" if `loss.backward()` is called on a sum of the samples' losses, "mean" if on their mean;
+    `grads.backward(losses)` needs no such word.
+    `params`, `exclude`: names or patterns ("layers.*.bias") of the parameters to capture, and of those to leave to
+    ordinary autograd.
+    `verify`: check the first call of its kind against two samples run alone, at about the cost of one more step.
     """
     return Grads(
         model,
         batch_size=batch_size,
         batch_dim=batch_dim,
+        sample_ids=sample_ids,
         loss_reduction=loss_reduction,
         params=params,
         exclude=exclude,

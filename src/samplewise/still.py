@@ -1,5 +1,7 @@
 """Randomness held still: dropout passes everything, noise is its mean."""
 
+import copy
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +14,10 @@ from samplewise.flow import op_name
 from samplewise.intercept import without_override
 
 DROPOUT = set("dropout alpha_dropout feature_dropout feature_alpha_dropout native_dropout".split())
-NOISE = {"rand": 0.5, "rand_like": 0.5, "randn": 0.0, "randn_like": 0.0, "normal": 0.0, "bernoulli": 1.0, "uniform": 0.5}
+NOISE = {
+    "rand": 0.5, "rand_like": 0.5, "randn": 0.0, "randn_like": 0.0, "normal": 0.0, "bernoulli": 1.0, "uniform": 0.5,
+    "exponential": 1.0, "geometric": 1.0, "cauchy": 0.0, "log_normal": 1.0, "randint": 0, "randint_like": 0, "random": 0,
+}  # fmt: skip
 """What a random number is replaced by, so that it does not depend on how many are drawn."""
 
 
@@ -30,7 +35,12 @@ class Still(TorchFunctionMode):
             return args[0]
         if name in NOISE:
             out = func(*args, **kwargs)
-            return out.detach().fill_(NOISE[name]) if isinstance(out, Tensor) and out.is_floating_point() else out
+            with torch.no_grad():
+                return out.fill_(NOISE[name]) if isinstance(out, Tensor) else out
+        if name == "multinomial":
+            return args[0].topk(args[1], dim=-1).indices
+        if name == "rrelu":
+            args, kwargs = args[:3], {k: v for k, v in kwargs.items() if k != "training"}
         if name == "scaled_dot_product_attention":
             kwargs = {k: v for k, v in kwargs.items() if k != "dropout_p"}
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
@@ -49,15 +59,19 @@ class Still(TorchFunctionMode):
 
 
 @contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
-    """Puts random state and buffers back as they were."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    devices = {p.device.index for p in module.parameters() if p.is_cuda}
+def same_randomness(module: nn.Module) -> Iterator[None]:
+    """Random state of torch and Python fixed inside, and put back afterwards."""
+    devices = sorted({p.device.index or 0 for p in module.parameters() if p.is_cuda})
+    state = random.getstate()
     try:
-        with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)):
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(0)
+            random.seed(0)
             yield
     finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
+        random.setstate(state)
+
+
+def twin(module: nn.Module) -> nn.Module:
+    """A copy of the module that shares its parameters: running it leaves buffers and attributes of the module alone."""
+    return copy.deepcopy(module, {id(p): p for p in module.parameters()})

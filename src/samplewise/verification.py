@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from samplewise.capture import Capture
 from samplewise.errors import SamplesMixError, SamplewiseError
 from samplewise.queries import Grads, capture
 from samplewise.samples import Layout
-from samplewise.still import Still, unchanged
+from samplewise.still import Still, same_randomness, twin
 
 TOLERANCE = {torch.float64: 1e-6, torch.complex128: 1e-6, torch.float32: 1e-2, torch.complex64: 1e-2}
 """How far a gradient may be from truth, relative to its norm; half precision may be off by 0.2. A wrong rule is off by more."""
@@ -62,7 +63,14 @@ class Verification:
         return "\n".join(table)
 
 
-def verify(model: nn.Module, *args: Any, batch_size: int | None = None, batch_dim: int = 0, **kwargs: Any) -> Verification:
+def verify(
+    model: nn.Module,
+    *args: Any,
+    batch_size: int | None = None,
+    batch_dim: int = 0,
+    sample_ids: Tensor | None = None,
+    **kwargs: Any,
+) -> Verification:
     """How well per-sample gradients of `model(*args, **kwargs)` agree with those of samples run alone.
 
     Random state, buffers and gradients are left as they were; dropout is held still. Raises where samples mix or cannot
@@ -71,7 +79,7 @@ def verify(model: nn.Module, *args: Any, batch_size: int | None = None, batch_di
     >>> verify(nn.Linear(2, 3), torch.ones(4, 2)).is_right
     True
     """
-    return _verification(model, args, kwargs, {"batch_size": batch_size, "batch_dim": batch_dim})
+    return _verification(model, args, kwargs, {"batch_size": batch_size, "batch_dim": batch_dim, "sample_ids": sample_ids})
 
 
 def verify_first_use(recording: Capture, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -86,7 +94,12 @@ def verify_first_use(recording: Capture, module: nn.Module, args: tuple, kwargs:
     chosen = [names[id(p)] for p in recording.parameters.values() if id(p) in names]
     if not chosen:
         return
-    options = {"batch_size": B, "batch_dim": recording.batch_dim, "params": chosen}
+    options = {
+        "batch_size": B,
+        "batch_dim": recording.batch_dim,
+        "sample_ids": recording.sample_ids,
+        "params": chosen,
+    }
     marks = {id(t): mark for t in _tensors((args, kwargs)) if isinstance(mark := recording.marks.get(t), Layout)}
     result = _verification(module, args, kwargs, options, marks)
     if not result.is_right:
@@ -120,7 +133,7 @@ def _verification(
         return copy
 
     args, kwargs = tree_map_only(Tensor, copied, (args, kwargs))
-    with unchanged(module), Still(), torch.enable_grad():
+    with Still(), torch.enable_grad():
         grads, outputs = _captured(module, args, kwargs, options, copies)
         B = grads.batch_size
         assert B is not None
@@ -130,9 +143,10 @@ def _verification(
         right = dict.fromkeys(parameters, True)
         output_error, agree = 0.0, True
         for b in samples:
-            alone = tree_map_only(Tensor, _row_of(b, grads), (args, kwargs))
+            alone = tree_map(_alone(b, grads), (args, kwargs), is_leaf=lambda a: isinstance(a, PackedSequence))
             try:
-                out = module(*alone[0], **alone[1])
+                with same_randomness(module):
+                    out = twin(module)(*alone[0], **alone[1])
             except Exception as error:
                 raise SamplewiseError(
                     f"the model could not be run on sample {b} alone, so it was not verified ({type(error).__name__}: {error}). "
@@ -140,17 +154,17 @@ def _verification(
                 ) from error
             pairs = [(ours, theirs) for ours, theirs in zip(outputs, _tensors(out), strict=False) if ours is not None]
             for (whole, layout, _), theirs in pairs:
-                mine = layout.fold(0)(whole.detach())[b]
-                scale = float(whole.detach().abs().max()) or 1.0
+                mine = _cut_like(layout.fold(0)(whole.detach())[b], theirs)
                 if mine.numel() != theirs.numel():
                     agree = False
                     continue
-                error = float((mine.flatten() - theirs.detach().flatten()).abs().max()) / scale
+                scale = float(whole.detach().abs().max()) or 1.0
+                error = float((mine - theirs.detach().flatten()).abs().max()) / scale if mine.numel() else 0.0
                 output_error = max(output_error, error)
                 agree = agree and error <= tolerance(theirs.dtype)
             if not agree:
                 break
-            terms = [(theirs.flatten() * layout.fold(0)(v)[b].flatten()).sum() for (_, layout, v), theirs in pairs]
+            terms = [(theirs.flatten() * _cut_like(layout.fold(0)(v)[b], theirs)).sum() for (_, layout, v), theirs in pairs]
             total = reduce(torch.add, terms, torch.zeros(()))
             if not total.requires_grad:
                 continue
@@ -167,6 +181,11 @@ def _verification(
                 right[name] = right[name] and off <= tolerance(T.dtype) * norm + floor
     rows = tuple(_row(name, grads, errors[name], right[name]) for name in parameters)
     return Verification(rows, samples, output_error, agree)
+
+
+def _cut_like(rows: Tensor, alone: Tensor) -> Tensor:
+    """The elements of one sample in the batch that it has alone too: alone, a padded sequence may be shorter."""
+    return rows.flatten()[: alone.numel()]
 
 
 def _gradients(total: Tensor, parameters: list[Tensor], module: nn.Module) -> list[Tensor | None]:
@@ -193,10 +212,12 @@ def _captured(
     """The captured gradients for random output gradients, and (output, layout, output gradient) for each output."""
     generator = torch.Generator().manual_seed(0)
     outputs: list[tuple[Tensor, Layout, Tensor] | None] = []
-    with capture(module, verify=False, **options) as grads:
+    model = twin(module)
+    with capture(model, verify=False, **options) as grads:
         for t, layout in marks:
             grads.marks.set(t, layout)
-        out = module(*args, **kwargs)
+        with same_randomness(module):
+            out = model(*args, **kwargs)
         total = None
         for t in _tensors(out):
             layout = grads.marks.get(t)
@@ -212,15 +233,19 @@ def _captured(
     return grads, outputs
 
 
-def _row_of(b: int, grads: Grads) -> Callable[[Tensor], Tensor]:
-    def row(t: Tensor) -> Tensor:
-        mark = grads.marks.get(t)
-        if not isinstance(mark, Layout) or not mark.dims:
-            return t.clone()
-        (axis,) = mark.dims
-        return t.index_select(axis, (mark.ids.flatten() == b).nonzero().squeeze(1).to(t.device))
+def _alone(b: int, grads: Grads) -> Callable[[Any], Any]:
+    """An argument as sample b alone would have it."""
 
-    return row
+    def alone(leaf: Any) -> Any:
+        data = leaf.data if isinstance(leaf, PackedSequence) else leaf
+        mark = grads.marks.get(data) if isinstance(data, Tensor) else None
+        if not isinstance(mark, Layout) or not mark.dims:
+            return leaf.clone() if isinstance(leaf, Tensor) else leaf
+        (axis,) = mark.dims
+        rows = data.index_select(axis, (mark.ids.flatten() == b).nonzero().squeeze(1).to(data.device))
+        return pack_sequence([rows]) if isinstance(leaf, PackedSequence) else rows
+
+    return alone
 
 
 def _row(name: str, grads: Grads, error: float, is_right: bool) -> Row:

@@ -54,7 +54,8 @@ from samplewise.samples import Layout, Lost, Mark, Mixed
 __all__ = ["ELEMENTWISE", "PATTERNS", "Call", "Several", "aligned", "flow", "is_in_place", "op_name", "routes", "written"]
 
 ROUTING = set(
-    "getitem setitem index_select index_add index_copy index_put gather take_along_dim grouped_mm repeat_interleave".split()
+    "getitem setitem index_select index_add index_copy index_put gather take_along_dim grouped_mm repeat_interleave "
+    "embedding_bag".split()
 )
 """Ops with integers that only tell where rows go: these may come from anywhere, without the samples mixing."""
 
@@ -141,7 +142,7 @@ ELEMENTWISE = (
         "polar positive pow rad2deg rand_like randn_like rdiv real reciprocal relu relu6 remainder resolve_conj resolve_neg "
         "rfloordiv rmod round rpow rrelu rrelu_with_noise rsqrt rtruediv selu sgn short sigmoid sign signbit silu sin sinc sinh "
         "softplus softshrink sqrt square subtract tan tanh tanhshrink threshold tril triu trunc type_as view_as_real_ where "
-        "xlogy xor zero zeros_like".split()
+        "xlogy xor zero zeros_like exponential geometric cauchy log_normal random normal uniform randint_like".split()
     )
 )
 
@@ -156,7 +157,7 @@ REDUCTIONS = (
     "sum mean prod amax amin max min argmax argmin any all logsumexp norm linalg_norm linalg_vector_norm var std var_mean "
     "std_mean median nanmean nansum nanmedian count_nonzero mode kthvalue aminmax"
 )
-ALONG_DIM = "softmax log_softmax cumsum cumprod cummax cummin logcumsumexp topk glu"
+ALONG_DIM = "softmax log_softmax cumsum cumprod cummax cummin logcumsumexp topk glu multinomial"
 POOLS = (
     "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
     "adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d max_pool1d_with_indices "

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from samplewise.contraction import along, operands
 from samplewise.flow.call import Call, Several, aligned, compressed, elementwise, merged
-from samplewise.samples import Layout, Lost, Mark
+from samplewise.samples import NO_SAMPLE, Layout, Lost, Mark
 
 
 def reduction(call: Call) -> Mark:
@@ -35,7 +35,7 @@ def along_dim(call: Call) -> Mark:
     """Softmax, cumulative sums, sorting: every element along one dimension meets the others."""
     tensor, layout = call.subject
     dim = call.arg(2 if call.name == "topk" else 1, "dim", -1)
-    if isinstance(dim, bool):
+    if isinstance(dim, bool) or call.name == "multinomial":
         dim = -1
     return call.mixed() if layout.ids.shape[dim % max(1, tensor.ndim)] != 1 else layout
 
@@ -60,11 +60,38 @@ def routed_product(call: Call) -> Mark:
 
 
 def bags(call: Call) -> Mark:
-    """embedding_bag: one row a bag; the bags' samples are those of the offsets, or of the rows of ids."""
-    for t, mark in call.marks:
-        if isinstance(mark, Layout) and not t.is_floating_point():
-            return call.layout(mark.ids.reshape([mark.ids.shape[0], 1])) if mark.dims in ((0,), ()) else call.mixed()
-    return Lost(call.name)
+    """embedding_bag: one row a bag; its sample is that of its offset, or of the ids in it."""
+    layouts = {id(t): mark for t, mark in call.marks if isinstance(mark, Layout) and not t.is_floating_point()}
+    ids, offsets = _bag_arguments(call)
+    if offsets is not None and id(offsets) in layouts:
+        return call.layout(layouts[id(offsets)].ids.reshape(-1, 1))
+    if id(ids) not in layouts:
+        return Lost(call.name)
+    layout = layouts[id(ids)]
+    if offsets is None:
+        return call.mixed() if 1 in layout.dims else call.layout(layout.ids.reshape(-1, 1))
+    of_bags = samples_of_bags(layout, offsets, num_bags=call.out.shape[0])
+    return call.mixed() if of_bags is None else call.layout(of_bags.unsqueeze(1))
+
+
+def _bag_arguments(call: Call) -> tuple[Tensor, Tensor | None]:
+    """(ids, offsets) of F.embedding_bag(ids, weight, offsets) or torch.embedding_bag(weight, ids, offsets)."""
+    first, second = call.args[0], call.args[1]
+    return (second if first.is_floating_point() else first), call.arg(2, "offsets")
+
+
+def samples_of_bags(layout: Layout, offsets: Tensor, *, num_bags: int) -> Tensor | None:
+    """The sample of each bag of flat ids with this layout, [num_bags]; None where a bag holds ids of several."""
+    ids = layout.ids.flatten()
+    starts = offsets[:num_bags].cpu()
+    ends = torch.cat([offsets[1:].cpu(), torch.tensor([len(ids)])])[:num_bags]
+    parts = [ids[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+    if any(len(part) and bool((part != part[0]).any()) for part in parts):
+        return None
+    found = torch.tensor([int(part[0]) if len(part) else NO_SAMPLE for part in parts])
+    one_each = torch.arange(num_bags)
+    fits = num_bags == layout.num_samples and bool(((found == one_each) | (found == NO_SAMPLE)).all())
+    return one_each if fits else found  # an empty bag among bags of one sample each is of the sample in its place
 
 
 def paired_rows(call: Call) -> Mark:
@@ -185,11 +212,26 @@ def one_hot(call: Call) -> Mark:
 
 
 def attention(call: Call) -> Mark:
-    """Queries, keys and values of one sample meet; samples lie along leading dimensions."""
+    """Queries, keys and values of one sample meet; samples lie along leading dimensions, or packed behind a block mask."""
     ndim = call.out.ndim
     if any(d >= t.ndim - 2 for t, mark in call.marks if isinstance(mark, Layout) for d in mark.dims):
-        return Lost(call.name)
+        return _packed_attention(call)
     return merged(call, [aligned(mark.ids, ndim) for _, mark in call.marks if isinstance(mark, Layout)])
+
+
+def _packed_attention(call: Call) -> Mark:
+    """Several samples in one sequence: the mask must let each see itself alone."""
+    layouts = {id(t): mark for t, mark in call.marks if isinstance(mark, Layout)}
+    query, key, value = (call.arg(i, name) for i, name in enumerate(("query", "key", "value")))
+    mask = call.arg(3, "attn_mask")
+    if mask is None or not all(id(t) in layouts and layouts[id(t)].dims == (t.ndim - 2,) for t in (query, key, value)):
+        return call.mixed()
+    of_query, of_key, of_value = (layouts[id(t)].ids.flatten() for t in (query, key, value))
+    sees = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    strangers = (of_query.unsqueeze(1) != of_key.unsqueeze(0)).to(mask.device)
+    if not torch.equal(of_key, of_value) or bool((sees & strangers).any()):
+        return call.mixed()
+    return layouts[id(query)]
 
 
 def loss(call: Call) -> Mark:
@@ -235,16 +277,18 @@ def class_loss(call: Call) -> Mark:
             return both
     if call.out.ndim == 0 and tensor.ndim > 1:
         mean = call.arg(3, "reduction", 1) == 1
-        uneven = mean and (weight is not None or _ignores(call, target))
-        reduction = "mean" if mean else "sum"
-        return call.mixed(linear=True, even=not uneven and met.is_even, reduction=reduction)
+        even = met.is_even if not mean else weight is None and _counts_evenly(call, target, met)
+        return call.mixed(linear=True, even=even, reduction="mean" if mean else "sum")
     return met
 
 
-def _ignores(call: Call, target: Tensor) -> bool:
+def _counts_evenly(call: Call, target: Tensor, layout: Layout) -> bool:
+    """Whether as many targets count for every sample; those of `ignore_index` do not."""
     if target.is_floating_point():
-        return False
-    return bool((target == call.arg(4, "ignore_index", -100)).any())
+        return layout.is_even
+    ids = layout.ids.expand(target.shape).to(target.device)
+    counts = torch.bincount(ids[target != call.arg(4, "ignore_index", -100)].flatten(), minlength=layout.num_samples)
+    return not layout.has_strays and bool((counts == counts[0]).all())
 
 
 def contracted(call: Call) -> Mark:

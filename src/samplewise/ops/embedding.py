@@ -64,10 +64,10 @@ def embedding_bag(
     padding_idx: int | None = None,
 ) -> Any:
     """y[i] = sum or mean of weight[ids of bag i], so row v of weight gets g of every bag that holds v."""
-    bag_ids = input if offsets is None else offsets
-    if not meeting.is_data(bag_ids) or meeting.is_weight(per_sample_weights) or scale_grad_by_freq or mode == "max":
+    if meeting.is_weight(per_sample_weights) or scale_grad_by_freq or mode == "max":
         return NotImplemented
-    layout = meeting.layout(bag_ids)
+    by_offsets = offsets is not None and meeting.is_data(offsets)
+    layout = meeting.layout(offsets) if offsets is not None and by_offsets else meeting.layout(input)
     if layout.dims not in ((0,), ()):
         return NotImplemented
     num_rows = weight.shape[0]
@@ -88,7 +88,8 @@ def embedding_bag(
             scale = scale / torch.zeros(num_bags, dtype=g.dtype, device=g.device).index_add_(0, bag, scale).clamp(min=1)[bag]
         if per_sample_weights is not None:
             scale = scale * rest[-1].flatten()
-        sample = layout.ids.flatten().expand(num_bags)[bag.cpu()]
+        of_bags = offsets is None or by_offsets
+        sample = layout.ids.flatten().expand(num_bags)[bag.cpu()] if of_bags else layout.ids.flatten()
         positions = Fold(sample, layout.num_samples)
         return Rows(positions(flat), positions(g[bag] * scale.unsqueeze(1)), num_rows=num_rows)
 

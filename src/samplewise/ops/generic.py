@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from samplewise.factors.dense import Dense
 from samplewise.ops.registry import Meeting
 from samplewise.samples import Layout
+from samplewise.saving import kept_as_is
 
 
 def generic(meeting: Meeting) -> Any:
@@ -27,7 +28,8 @@ def generic(meeting: Meeting) -> Any:
 
     tensors = [t for t in tree_leaves((meeting.args, meeting.kwargs)) if isinstance(t, Tensor)]
     args, kwargs = tree_map_only(Tensor, stand_in, (meeting.args, meeting.kwargs))
-    y = meeting.func(*args, **kwargs)
+    with kept_as_is():
+        y = meeting.func(*args, **kwargs)
     if not isinstance(y, Tensor):
         return NotImplemented
     if not y.requires_grad:  # integers, comparisons
