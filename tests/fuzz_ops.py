@@ -279,14 +279,16 @@ def channel_norm(m: Sketch, x: Value) -> Value | None:
     groups, spatial = m.split(C), prod(x.shape[2:])
     if m.coin() and C // groups * spatial > 1:
         return m.derived(x, f"F.group_norm({{x}}, {groups}, {w}, {b}, 0.1)")
-    if spatial == 1:
-        return None
+    if spatial == 1 or (x.ndim == 4 and 1 in x.shape[2:]):
+        return None  # the latter is wrong in torch 2.15, see batch_norm
     return m.derived(x, f"F.instance_norm({{x}}, weight={w}, bias={b}, eps=0.1)")
 
 
 @op()
 def batch_norm(m: Sketch, x: Value) -> Value | None:
     x = m.arranged(x, m.pick(2, 3, 4))
+    if x.ndim == 4 and 1 in x.shape[2:]:
+        return None  # torch 2.15 itself reads channels-last gradients of such shapes in the wrong order
     layer = m.module(f"nn.BatchNorm{max(1, x.ndim - 2)}d({x.shape[1]})")
     m.init.append(f"{layer}.eval()")
     return m.derived(x, f"{layer}({{x}})")
@@ -574,7 +576,30 @@ def in_place(m: Sketch, x: Value) -> Value | None:
     if not m.is_complex and m.coin():
         y = m.derived(x, m.pick("{x} + 1", "{x}.clone()", "-{x}"))
         return m.derived(y, m.pick("F.relu({x}, inplace=True)", "{x}.relu_()", "{x}.sigmoid_()", "{x}.clamp_(min=-0.5)"))
-    return m.derived(x, m.pick("{x}.add_(1)", "{x}.mul_(0.7)", "{x}.sin_()", "{x}.neg_()"))
+    return m.derived(x, m.pick("{x}.add_(1)", "{x}.mul_(0.7)", "{x}.neg_()"))
+
+
+@op(often=0.7, of_complex=True)
+def in_place_later(m: Sketch, x: Value) -> Value | None:
+    """A value changed after others were computed from it; where torch keeps it for backward, it raises."""
+    earlier = m.rng.choice(m.values)
+    m.line(f"{earlier}.{m.pick('add_(1)', 'mul_(0.7)', 'neg_()', 'zero_()')}")
+    return m.derived(x, m.pick("-{x}", "{x} * 0.5"))
+
+
+@op(of_complex=True)
+def gather(m: Sketch, x: Value) -> Value | None:
+    """Features picked or summed by a fixed index."""
+    d = m.plain_dim(x)
+    if d is None:
+        return None
+    n, k = x.shape[d], m.size()
+    index = m.constant(f"torch.arange({k}) * 2 % {n}")
+    if m.coin():
+        return m.derived(x, m.pick(f"{{x}}.index_select({d}, {index})", f"{{x}}[{':, ' * d}{index}]"), x.with_dim(d, k))
+    y = m.partner(x)
+    index = m.constant(f"torch.arange({n}) * 2 % {n}")
+    return m.derived(x, f"{{x}}.index_add({d}, {index}, {y})")
 
 
 @op(often=1.5, of_complex=True)
@@ -653,7 +678,9 @@ def statistic(m: Sketch, x: Value) -> Value | None:
 
 @mixing
 def batch_statistics(m: Sketch, x: Value) -> Value | None:
-    x = m.arranged(x, m.pick(2, 3))
+    x = m.arranged(x, 3)
+    if x.shape[2] == 1:
+        return None  # torch refuses one sample alone
     return m.derived(x, f"{m.module(f'nn.BatchNorm1d({x.shape[1]}, affine={m.coin()})')}({{x}})")
 
 

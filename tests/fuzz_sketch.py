@@ -80,7 +80,7 @@ class Sketch:
         self.op = ""
         self.count = 0
         self.is_complex = dtype.startswith("torch.complex")
-        self.mixes, self.needs_ids = False, False
+        self.needs_ids = False
         self.num_ids = self.size()
 
     # --- drawing -----------------------------------------------------------------------------------------------------
@@ -171,7 +171,9 @@ class Sketch:
     def partner(self, x: Value) -> Value:
         """Another value of the same dims, an earlier one if there is one."""
         others = [v for v in self.values if v.dims == x.dims and v.order == x.order and v.name != x.name]
-        return self.rng.choice(others) if others and self.coin(0.8) else self.derived(x, self.pick("{x}.sin()", "{x} * 0.5"))
+        return (
+            self.rng.choice(others) if others and self.coin(0.8) else self.derived(x, self.pick("{x}.tanh()", "{x} * 0.5"))
+        )
 
     def in_order(self, x: Value) -> Value:
         """x with its rows in the order of the batch again."""

@@ -47,6 +47,11 @@ class Capture:
                 f"submodule {scripted[0]!r} is a ScriptModule, whose ops cannot be seen from Python. "
                 "Capture the module that it was scripted from."
             )
+        if type(model).__name__ == "OptimizedModule":
+            raise SamplewiseError(
+                "the model is compiled, and its ops cannot be seen from outside. Capture what it was compiled from: "
+                "capture(model._orig_mod), and run that."
+            )
         self.model = model
         if sample_ids is not None:
             sample_ids = checked_ids(sample_ids)
@@ -61,6 +66,12 @@ class Capture:
             self.constants.set(t, True)
         self.anchor = torch.zeros((), requires_grad=True)
         self.anchor_node = get_gradient_edge(self.anchor).node
+        hooked = [name for name, p in self.parameters.items() if p._backward_hooks]
+        if hooked:
+            raise SamplewiseError(
+                f"parameter {hooked[0]!r} has a gradient hook (register_hook), which per-sample gradients do not pass. Remove "
+                "the hook, or leave the parameter out: capture(model, exclude=[...])."
+            )
         self.weights = Weights(self.parameters, self.anchor_node)
         self._factors: dict[str, list[Factor]] = {}
         self.notes: dict[str, list[Note]] = {}

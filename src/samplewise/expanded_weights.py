@@ -36,7 +36,8 @@ def call_for_per_sample_grads(
 
     `.grad` stays as it was; `grad_sample` of a trainable parameter that took no part is None. With
     `loss_reduction="mean"` gradients are multiplied by the batch size, which a mean over the batch divided by. Without
-    `batch_size` all tensor arguments must agree on it; `batch_first=False` looks for it in dimension 1.
+    `batch_size` all tensor arguments must agree on it; `batch_first=False` looks for it in dimension 1. The loss is computed
+    outside of what is watched: that it keeps samples apart is up to the caller here, where `capture` would refuse.
 
     >>> model = nn.Linear(2, 1, bias=False)
     >>> call_for_per_sample_grads(model)(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).sum().backward()

@@ -127,6 +127,8 @@ class Intercept(TorchFunctionMode):
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
                 self.weights.derive(t, weights, name)
+                if not t.requires_grad:
+                    self.recorder.constants.set(t, True)
         return out
 
     def _meet(

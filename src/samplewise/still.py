@@ -2,6 +2,7 @@
 
 import copy
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -60,18 +61,28 @@ class Still(TorchFunctionMode):
 
 @contextmanager
 def same_randomness(module: nn.Module) -> Iterator[None]:
-    """Random state of torch and Python fixed inside, and put back afterwards."""
+    """Random state of torch, Python and NumPy fixed inside, and put back afterwards."""
     devices = sorted({p.device.index or 0 for p in module.parameters() if p.is_cuda})
-    state = random.getstate()
+    numpy = sys.modules.get("numpy")
+    state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
     try:
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(0)
             random.seed(0)
+            if numpy:
+                numpy.random.seed(0)
             yield
     finally:
         random.setstate(state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
 
 
 def twin(module: nn.Module) -> nn.Module:
-    """A copy of the module that shares its parameters: running it leaves buffers and attributes of the module alone."""
-    return copy.deepcopy(module, {id(p): p for p in module.parameters()})
+    """The module once more with the same parameters: running it leaves buffers and attributes of the module alone."""
+    copied = module.__class__.__new__(module.__class__)
+    attributes = {k: copy.copy(v) if isinstance(v, dict | list | set) else v for k, v in vars(module).items()}
+    vars(copied).update(attributes)
+    vars(copied)["_buffers"] = {k: None if b is None else b.detach().clone() for k, b in module._buffers.items()}
+    vars(copied)["_modules"] = {k: None if m is None else twin(m) for k, m in module._modules.items()}
+    return copied

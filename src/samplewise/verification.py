@@ -1,5 +1,6 @@
 """The first call of its kind checked against truth: a few samples run alone through the plain model."""
 
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from samplewise.capture import Capture
 from samplewise.errors import SamplesMixError, SamplewiseError
 from samplewise.queries import Grads, capture
-from samplewise.samples import Layout
+from samplewise.samples import Layout, Mixed
 from samplewise.still import Still, same_randomness, twin
 
 TOLERANCE = {torch.float64: 1e-6, torch.complex128: 1e-6, torch.float32: 1e-2, torch.complex64: 1e-2}
@@ -134,7 +135,12 @@ def _verification(
 
     args, kwargs = tree_map_only(Tensor, copied, (args, kwargs))
     with Still(), torch.enable_grad():
-        grads, outputs = _captured(module, args, kwargs, options, copies)
+        grads, outputs, mixed = _captured(module, args, kwargs, options, copies)
+        if mixed and not any(outputs):
+            raise SamplesMixError(
+                f"the output of the model is made by {mixed[0].op}, which mixes the samples of the batch (a BatchNorm in training "
+                "mode?), so it has no per-sample gradients. Put the layer in eval mode."
+            )
         B = grads.batch_size
         assert B is not None
         samples = tuple(sorted({0, B - 1}))
@@ -158,8 +164,7 @@ def _verification(
                 if mine.numel() != theirs.numel():
                     agree = False
                     continue
-                scale = float(whole.detach().abs().max()) or 1.0
-                error = float((mine - theirs.detach().flatten()).abs().max()) / scale if mine.numel() else 0.0
+                error = _difference(mine, theirs.detach().flatten(), whole.detach())
                 output_error = max(output_error, error)
                 agree = agree and error <= tolerance(theirs.dtype)
             if not agree:
@@ -171,6 +176,8 @@ def _verification(
             total = total.real if total.is_complex() else total
             truth = _gradients(total, list(parameters.values()), module)
             overall = max((float(T.norm()) for T in truth if T is not None), default=0.0)
+            if not math.isfinite(overall):
+                continue  # a sample that is not finite has no gradient to compare
             for name, T in zip(parameters, truth, strict=True):
                 G = grads[name].of_samples(torch.tensor([b]))[0]
                 T = torch.zeros_like(G) if T is None else T.to_dense() if T.is_sparse else T
@@ -181,6 +188,15 @@ def _verification(
                 right[name] = right[name] and off <= tolerance(T.dtype) * norm + floor
     rows = tuple(_row(name, grads, errors[name], right[name]) for name in parameters)
     return Verification(rows, samples, output_error, agree)
+
+
+def _difference(mine: Tensor, theirs: Tensor, whole: Tensor) -> float:
+    """The largest difference, relative to the largest output; what is not finite must be so in both."""
+    if not torch.equal(mine.isfinite(), theirs.isfinite()):
+        return math.inf
+    finite = whole[whole.isfinite()]
+    off = (mine - theirs)[mine.isfinite()]
+    return float(off.abs().max()) / (float(finite.abs().max()) or 1.0) if off.numel() else 0.0
 
 
 def _cut_like(rows: Tensor, alone: Tensor) -> Tensor:
@@ -208,10 +224,10 @@ def _gradients(total: Tensor, parameters: list[Tensor], module: nn.Module) -> li
 
 def _captured(
     module: nn.Module, args: tuple, kwargs: dict, options: dict[str, Any], marks: list[tuple[Tensor, Layout]]
-) -> tuple[Grads, list[tuple[Tensor, Layout, Tensor] | None]]:
-    """The captured gradients for random output gradients, and (output, layout, output gradient) for each output."""
-    generator = torch.Generator().manual_seed(0)
+) -> tuple[Grads, list[tuple[Tensor, Layout, Tensor] | None], list[Mixed]]:
+    """The captured gradients for given output gradients, and (output, layout, output gradient) for each output."""
     outputs: list[tuple[Tensor, Layout, Tensor] | None] = []
+    mixed: list[Mixed] = []
     model = twin(module)
     with capture(model, verify=False, **options) as grads:
         for t, layout in marks:
@@ -221,16 +237,19 @@ def _captured(
         total = None
         for t in _tensors(out):
             layout = grads.marks.get(t)
+            if isinstance(layout, Mixed) and not layout.linear:
+                mixed.append(layout)
             if not isinstance(layout, Layout) or not t.requires_grad:
                 outputs.append(None)
                 continue
-            v = torch.randn(t.shape, generator=generator).to(t)
+            # no random numbers, which stand still here, and no two samples alike
+            v = torch.arange(1, t.numel() + 1, device=t.device, dtype=torch.float64).mul(1.7).sin().reshape(t.shape).to(t)
             outputs.append((t, layout, v))
             term = (t * v).sum()
             total = term if total is None else total + term
         if total is not None:
             (total.real if total.is_complex() else total).backward()
-    return grads, outputs
+    return grads, outputs, mixed
 
 
 def _alone(b: int, grads: Grads) -> Callable[[Any], Any]:
@@ -273,5 +292,5 @@ def _kind(recording: Capture, module: nn.Module, args: tuple, kwargs: dict) -> A
             return leaf.dtype, leaf.device, tuple("B" if size == B else min(size, 2) for size in leaf.shape)
         return leaf if isinstance(leaf, bool | str | None) else type(leaf)
 
-    modes = tuple(m.training for m in module.modules())
+    modes = tuple((type(m), m.training) for m in module.modules())
     return tuple(map(spec, tree_leaves((args, kwargs)))), modes, recording.batch_dim, tuple(recording.parameters)

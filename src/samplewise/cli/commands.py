@@ -42,3 +42,36 @@ def demo(
     from samplewise.cli.console import show_demo
 
     show_demo(flipped=flipped, seed=seed, epochs=epochs, output=output)
+
+
+@app.command()
+def check(
+    factory: Annotated[str, typer.Argument(help="What makes the model: package.module:factory.", show_default=False)],
+    inputs: Annotated[
+        list[str],
+        typer.Option(
+            "--input",
+            help="An argument of the model, again for each: 4x3x32x32 (normal floats), ids:4x128:50257 (integers below "
+            "50257), a Python expression over torch, or name=... with any of these.",
+            show_default=False,
+        ),
+    ],
+    batch_dim: Annotated[int, typer.Option(min=0, help="Along which dimension of the inputs the samples lie.")] = 0,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="How many samples there are.", show_default="read off")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="What the model and its inputs are cast to: float64, ...", show_default="as made")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and the inputs.")] = 0,
+    training: Annotated[
+        bool | None, typer.Option("--train/--eval", help="The mode of the model.", show_default="as made")
+    ] = None,
+) -> None:
+    """Check the per-sample gradients of a model against samples run alone; exit status 1 if they are wrong or refused."""
+    from samplewise.cli.check import show_check
+
+    is_right = show_check(
+        factory, inputs, batch_dim=batch_dim, batch_size=batch_size, dtype=dtype, seed=seed, training=training
+    )
+    raise typer.Exit(0 if is_right else 1)

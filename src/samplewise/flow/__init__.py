@@ -15,6 +15,7 @@ from samplewise.flow.meets import (
     along_dim,
     attention,
     bags,
+    cell,
     class_loss,
     compared,
     contracted,
@@ -166,7 +167,7 @@ POOLS = (
     "upsample_bilinear2d upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d upsample_bicubic2d_aa"
 )
 IMAGES = (
-    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d batch_norm group_norm instance_norm prelu "
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d batch_norm group_norm instance_norm "
     "pixel_shuffle pixel_unshuffle channel_shuffle grid_sampler affine_grid_generator im2col col2im"
 )
 FOURIER = " ".join(
@@ -217,6 +218,9 @@ HANDLERS: dict[str, Handler] = {
     "cosine_similarity": compared,
     "pack_padded_sequence": packed,
     "pad_packed_sequence": unpacked,
+    **dict.fromkeys(["lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"], cell),
+    "prelu": elementwise,
+    "index_copy": added_along,
     "index_add": added_along,
     "embedding_bag": bags,
     "getitem": indexed,

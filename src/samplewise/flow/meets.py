@@ -118,6 +118,14 @@ def recurrent(call: Call) -> Several | Mark:
     return Several([layout, *[call.layout(states)] * (len(call.results) - 1)])
 
 
+def cell(call: Call) -> Mark:
+    """One step of an rnn: rows of the input and of the states meet one to one."""
+    inputs = [(t, mark) for t, mark in call.marks if isinstance(mark, Layout)]
+    if any(t.ndim - 1 in mark.dims for t, mark in inputs):
+        return call.mixed()
+    return merged(call, [mark.ids for _, mark in inputs])
+
+
 def packed(call: Call) -> Several | Mark:
     """_pack_padded_sequence(x, lengths, batch_first): the ids packed in the same way."""
     tensor, layout = call.subject

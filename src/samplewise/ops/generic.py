@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from samplewise.errors import UnattributedError
 from samplewise.factors.dense import Dense
 from samplewise.ops.registry import Meeting
 from samplewise.samples import Layout
@@ -69,14 +70,22 @@ class GenericFactor:
     def _alone(self, b: int, g: Tensor, data: tuple[Tensor, ...]) -> Tensor:
         """The op once more on the rows of sample b."""
         assert self.result_layout is not None
+        if any(len(layout.dims) != 1 for layout in (self.result_layout, *self.layouts.values())):
+            return self._vjp(self.edge, self.stand_in, torch.where(self.result_layout.ids.to(g.device) == b, g, 0))
         cut = {key: _rows_of(b, t, self.layouts[key]) for key, t in zip(self.data_ids, data, strict=True)}
         weight = self.stand_in.detach().requires_grad_()
         values = {**self.others, **cut, self.weight_id: weight}
         known = values.keys()
         args, kwargs = tree_map_only(int, lambda a: values[a] if a in known else a, (self.args, self.kwargs))
+        own = _rows_of(b, g, self.result_layout)
         with torch.enable_grad():
             y = self.func(*args, **kwargs)
-        return self._vjp(y, weight, _rows_of(b, g, self.result_layout))
+        if y.shape != own.shape:  # the weight itself has a row a sample
+            raise UnattributedError(
+                f"sample {b} or another is not finite, and {self.func.__name__} cannot be run on one sample alone to keep them "
+                "apart, because its weight has a row for each. Leave out samples that are not finite."
+            )
+        return self._vjp(y, weight, own)
 
     @staticmethod
     def _vjp(y: Any, weight: Tensor, g: Tensor) -> Tensor:
@@ -85,7 +94,5 @@ class GenericFactor:
 
 
 def _rows_of(b: int, t: Tensor, layout: Layout) -> Tensor:
-    if len(layout.dims) != 1:
-        return t
     (axis,) = layout.dims
     return t.index_select(axis, (layout.ids.flatten() == b).nonzero().squeeze(1).to(t.device))

@@ -149,7 +149,13 @@ def instance_norm(
 
     running = (repeated(running_mean), repeated(running_var))
     y, mean, rstd = torch.native_batch_norm(
-        input.reshape(1, N * C, *input.shape[2:]), repeated(weight), repeated(bias), *running, True, momentum, eps
+        input.contiguous().reshape(1, N * C, *input.shape[2:]),
+        repeated(weight),
+        repeated(bias),
+        *running,
+        True,
+        momentum,
+        eps,
     )
     if y.requires_grad:  # torch's backward on the CPU (2.15) reads a gradient of other strides in the wrong order
         y.register_hook(torch.Tensor.contiguous)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from samplewise.errors import SamplesMixError
 from samplewise.factors.dense import Dense
 from samplewise.factors.outer import Outer
 from samplewise.ops.registry import Meeting, expansion, rule
@@ -30,6 +31,11 @@ def recurrent(meeting: Meeting, input: Tensor, *args: Any) -> Any:
     else:
         hx, weights, _, num_layers, dropout, train, bidirectional, batch_first = args
         batch_sizes = None
+    if batch_sizes is None and meeting.is_data(input) and meeting.layout(input).dims not in ((0 if batch_first else 1,), ()):
+        raise SamplesMixError(
+            f"{meeting.name} runs along the dimension in which the samples lie: {meeting.layout(input)}, batch_first={batch_first}. "
+            "Each sample would see the ones before it. Set batch_first, or transpose the input."
+        )
     states = list(hx) if isinstance(hx, list | tuple) else [hx]
     num_directions = 2 if bidirectional else 1
     a_direction = len(weights) // (num_layers * num_directions)
