@@ -4,7 +4,7 @@ BIN := .venv/bin
 # oneDNN's AMX kernels for bfloat16 crash on some virtual machines; AVX-512 gives the same numbers.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 
-.PHONY: demo test lint bench test-gpu clean
+.PHONY: demo test lint fuzz bench test-gpu clean
 
 demo: .venv/cli
 	$(BIN)/samplewise demo
@@ -16,6 +16,10 @@ lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+N ?= 10000
+fuzz: .venv/dev
+	$(BIN)/python tests/fuzz.py --num $(N)
 
 bench: .venv/bench
 	$(BIN)/python benchmarks/step.py

@@ -93,7 +93,7 @@ def example(seed: int) -> Example:
     names = [name for name in OPS if not m.is_complex or name in COMPLEX]
     often = [OPS[name][1] for name in names]
     num_ops = rng.randint(2, 8)
-    mixing_at = rng.randrange(num_ops) if rng.random() < 0.06 and not m.is_complex else None
+    mixing_at = rng.randrange(num_ops) if rng.random() < 0.1 and not m.is_complex else None
     m.values.append(x)
     mixes = ""
     for k in range(num_ops):
@@ -195,7 +195,9 @@ def _outcome(ex: Example) -> Outcome:
         if ex.mixes:
             found = Outcome("mixing refused", type(error).__name__, ex.mixes)
     except Exception as error:
-        found = Outcome("CRASH", f"{type(error).__name__}: {error}\n{traceback.format_exc()}", _op_of(error, ex))
+        # torch's own refusal, where a rule keeps a tensor that plain training does not
+        kind = "refused" if "modified by an inplace operation" in str(error) else "CRASH"
+        found = Outcome(kind, f"{type(error).__name__}: {error}\n{traceback.format_exc()}", _op_of(error, ex))
     else:
         found = Outcome("WRONG", problem) if problem else Outcome("right")
     left = [name for name, trace in _traces(model).items() if trace != before.get(name)]
@@ -228,7 +230,7 @@ def _problems(ex: Example, grads: Any, truth: dict[str, Tensor], plain: dict[str
     for name, G in truth.items():
         p = grads.parameters[name]
         # what is zero but for rounding is compared with the gradient of all parameters
-        floor = max(overall, 1.0) * 0.1 if p.dtype == torch.float32 else max(overall, 1e-2) * 1e-4
+        floor = max(overall, 1.0) * (0.1 if p.dtype == torch.float32 else 1e-4)
         mine = max(TOLERANCE[p.dtype], TOLERANCE[ex.scope["D"]])
         for what, got, true, tolerance in (
             ("materialize()", grads[name].materialize(), G, mine),
@@ -240,7 +242,7 @@ def _problems(ex: Example, grads: Any, truth: dict[str, Tensor], plain: dict[str
             off = _off(got, true, floor)
             if off > tolerance:
                 yield f"{name}: {what} is off by {off:.1e}:\n{str(got)[:1000]}\ninstead of\n{str(true)[:1000]}"
-    if truth and _off(grads.norms(), norms, max(overall, 1e-2)) > worst:
+    if truth and _off(grads.norms(), norms, max(overall, 1.0)) > worst:
         yield f"norms() {grads.norms().tolist()} instead of {norms.tolist()}"
 
 
@@ -327,7 +329,7 @@ def run(seeds: Iterable[int], *, say: Callable[[str], Any] = print, verbose: boo
 
 def shorthand(message: str) -> str:
     """The first words of a message without names and numbers, so that like messages count as one."""
-    words = re.sub(r"'[^']*'(, '[^']*')*", "'…'", message.split("\n")[0])
+    words = re.sub(r"'[^']*'(, '[^']*')*", "'…'", message.split("\n")[0].partition(": [")[0])
     words = re.sub(r"\([\d, ]*\)(, \([\d, ]*\))*", "(…)", words)
     return re.sub(r"-?\d[\d.e+-]*", "N", words)[:170]
 

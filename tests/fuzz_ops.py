@@ -276,22 +276,26 @@ def channel_norm(m: Sketch, x: Value) -> Value | None:
     x = m.arranged(x, m.pick(3, 4))
     C = x.shape[1]
     w, b = (weight(m, C) if m.coin(0.8) else None for _ in range(2))
-    groups, spatial = m.split(C), prod(x.shape[2:])
-    if m.coin() and C // groups * spatial > 1:
+    groups = m.split(C)
+    if m.coin() and C // groups * prod(x.shape[2:]) > 1:
         return m.derived(x, f"F.group_norm({{x}}, {groups}, {w}, {b}, 0.1)")
-    if spatial == 1 or (x.ndim == 4 and 1 in x.shape[2:]):
-        return None  # the latter is wrong in torch 2.15, see batch_norm
-    return m.derived(x, f"F.instance_norm({{x}}, weight={w}, bias={b}, eps=0.1)")
+    if prod(x.shape[2:]) == 1:
+        return None
+    return _with_plain_gradient(m, m.derived(x, f"F.instance_norm({{x}}, weight={w}, bias={b}, eps=0.1)"))
+
+
+def _with_plain_gradient(m: Sketch, y: Value) -> Value:
+    """y, whose gradient comes contiguous: torch 2.15 reads a channels-last one in the wrong order here, on the CPU."""
+    m.line(f"{y}.requires_grad and {y}.register_hook(torch.Tensor.contiguous)")
+    return y
 
 
 @op()
 def batch_norm(m: Sketch, x: Value) -> Value | None:
     x = m.arranged(x, m.pick(2, 3, 4))
-    if x.ndim == 4 and 1 in x.shape[2:]:
-        return None  # torch 2.15 itself reads channels-last gradients of such shapes in the wrong order
     layer = m.module(f"nn.BatchNorm{max(1, x.ndim - 2)}d({x.shape[1]})")
     m.init.append(f"{layer}.eval()")
-    return m.derived(x, f"{layer}({{x}})")
+    return _with_plain_gradient(m, m.derived(x, f"{layer}({{x}})"))
 
 
 @op()

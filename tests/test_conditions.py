@@ -4,6 +4,7 @@ import copy
 import random
 import threading
 from dataclasses import dataclass
+from types import MethodType
 
 import numpy as np
 import pytest
@@ -660,6 +661,71 @@ def test_a_verified_step_leaves_what_a_plain_step_leaves():
     assert_sums_to_grad(grads, plain)
 
 
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(D, 3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.count += 1
+        return self.layer(x)
+
+
+def with_bound_forward(counting: Counting) -> nn.Module:
+    counting.forward = MethodType(Counting.forward, counting)
+    return counting
+
+
+def with_wrapped_forward(counting: Counting) -> nn.Module:
+    old = counting.forward
+    counting.forward = lambda x: old(x) * 2
+    return counting
+
+
+def in_a_list(counting: Counting) -> nn.Module:
+    model = Fn(lambda s, x: s.parts[0](x), c=counting)
+    model.parts = [counting]
+    return model
+
+
+@pytest.mark.parametrize("wrap", [with_bound_forward, with_wrapped_forward, in_a_list])
+def test_verify_leaves_modules_that_are_reached_in_odd_ways(wrap):
+    counting = Counting()
+    model = wrap(counting).double()
+    assert sw.verify(model, data(B, D)).is_right
+    assert (counting.count, counting.calls.item()) == (0, 0)
+
+
+class Momentum(nn.Module):
+    """As MoCo: forward moves a frozen twin of the encoder a little way towards it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(D, 3), nn.Linear(D, 3).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for q, k in zip(self.query.parameters(), self.key.parameters(), strict=True):
+                k.data = k.data * 0.9 + q.data * 0.1
+                k.lerp_(q, 0.1)
+        return self.query(x) * self.key(x)
+
+
+def test_verify_leaves_parameters_that_forward_writes_into():
+    model, x = Momentum().double(), data(B, D)
+    before = [p.clone() for p in model.parameters()]
+    assert sw.verify(model, x).is_right
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    plain = copy.deepcopy(model)
+    grads = run_capture(model, rows, x)
+    rows(plain, x).sum().backward()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    assert_sums_to_grad(grads, plain)
+
+
 # --- what verification catches -----------------------------------------------------------------------------------------------
 
 MIXING = {
@@ -790,6 +856,35 @@ def test_verify_says_what_to_do():
     assert "l.weight" in words
     assert "DIFFER" in words
     assert "capture(model, verify=False)" in words
+
+
+TRIMMED = {
+    "positions": lambda s, ids, lengths: s.head(s.embed(ids[:, : int(lengths.max())])),
+    "channels first": lambda s, ids, lengths: s.head(s.embed(ids[:, : int(lengths.max())])).transpose(1, 2),
+    "pooled": lambda s, ids, lengths: s.head(s.embed(ids[:, : int(lengths.max())])).relu().amax(1)[:, None],
+}
+
+
+@pytest.mark.parametrize("name", ["positions", "channels first"])
+def test_models_that_trim_to_the_longest_sample(name):
+    """A sample alone is shorter than in its batch; what lies beyond its length has no part in the loss."""
+
+    def loss_fn(model, ids, lengths):
+        out = model(ids, lengths)
+        losses = out.square().sum(1 if name == "channels first" else 2)
+        return (losses * (torch.arange(losses.shape[1]) < lengths[:, None])).sum(1)
+
+    model = Fn(TRIMMED[name], embed=nn.Embedding(20, 4), head=nn.Linear(4, 3)).double()
+    ids, lengths = torch.randint(20, (3, 9)), torch.tensor([4, 7, 2])
+    assert_right(run_capture(model, loss_fn, ids, lengths), oracle(model, loss_fn, ids, lengths))
+
+
+def test_padding_that_reaches_the_output_is_caught():
+    """Pooling over the padding makes a sample depend on the longest of its batch."""
+    model = Fn(TRIMMED["pooled"], embed=nn.Embedding(20, 4), head=nn.Linear(4, 3)).double()
+    ids, lengths = torch.randint(20, (3, 9)), torch.tensor([4, 7, 2])
+    with sw.capture(model), pytest.raises(SamplesMixError, match="another output alone"):
+        model(ids, lengths)
 
 
 # --- when verification runs --------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ TOLERANCE = 1e-9  # float64, sums of at most a few thousand terms
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning"),  # nn.Transformer, about its fast path
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning"),  # DeBERTa scripts some functions
 ]
 
 
@@ -170,6 +171,38 @@ def whisper() -> nn.Module:
     return hf.WhisperForConditionalGeneration(config)
 
 
+SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+NO_DROPOUT = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+
+
+def roberta() -> nn.Module:
+    """Positions counted from the tokens, token types gathered by them."""
+    return hf.RobertaForMaskedLM(hf.RobertaConfig(vocab_size=V, max_position_embeddings=20, **SMALL, **NO_DROPOUT))
+
+
+def deberta() -> nn.Module:
+    """Attention over tables of relative positions that pass through the layers' own projections."""
+    relative = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 4}
+    config = hf.DebertaV2Config(vocab_size=V, max_position_embeddings=16, **relative, **SMALL, **NO_DROPOUT)
+    return hf.DebertaV2ForMaskedLM(config)
+
+
+def mamba() -> nn.Module:
+    return hf.MambaForCausalLM(hf.MambaConfig(vocab_size=V, hidden_size=8, num_hidden_layers=1, state_size=4))
+
+
+def wav2vec2() -> nn.Module:
+    """A weight-normed convolution of positions over features of the raw wave."""
+    convs = {"conv_dim": (4, 4), "conv_stride": (5, 4), "conv_kernel": (10, 4), "feat_extract_norm": "layer"}
+    positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+    config = hf.Wav2Vec2Config(vocab_size=V, mask_time_prob=0, layerdrop=0, **convs, **positions, **SMALL)
+    return hf.Wav2Vec2ForCTC(config).eval()
+
+
+def logits_loss(net: nn.Module, x: Tensor) -> Tensor:
+    return curved(net(x).logits)
+
+
 model("gpt2", gpt2, next_token_loss, tokens)
 model("gpt2-eager-attention", lambda: gpt2(attn_implementation="eager"), next_token_loss, tokens)
 model("gpt2-padded", gpt2, masked_loss, tokens, padding)
@@ -186,6 +219,11 @@ model("mixtral-batched", lambda: mixtral("batched_mm"), next_token_loss, tokens)
 # torch's grouped_mm has no float64; float32 rounds at 6e-8, a few layers and a few hundred terms make 1e-4 of it at worst
 model("mixtral-grouped", lambda: mixtral("grouped_mm"), next_token_loss, tokens,
       dtype=torch.float32, tolerance=1e-4, truth=eager_experts)  # fmt: skip
+model("roberta", roberta, masked_loss, tokens)
+model("deberta", deberta, masked_loss, tokens)
+# it takes exp and softplus in float32 whatever its weights are
+model("mamba", mamba, next_token_loss, tokens, tolerance=1e-5)
+model("wav2vec2", wav2vec2, logits_loss, normal(B, 200))
 model("whisper", whisper, seq2seq_loss, normal(B, 4, 20), lambda: tokens(5))
 
 
@@ -257,10 +295,6 @@ def timm_swin() -> nn.Module:
     )
 
 
-def timm_efficientnet() -> nn.Module:
-    return timm.create_model("test_efficientnet_gn", num_classes=3, drop_path_rate=0.0)
-
-
 class UNet(nn.Module):
     """Down and up again with transposed convolutions, joined across by concatenation."""
 
@@ -286,7 +320,8 @@ model("convnext", small_convnext, class_loss, normal(B, 3, 16, 16))
 model("torchvision-vit", vision_transformer, class_loss, normal(B, 3, 8, 8))
 model("timm-vit", timm_vit, class_loss, normal(B, 3, 8, 8))
 model("timm-swin", timm_swin, class_loss, normal(B, 3, 16, 16))
-model("timm-efficientnet", timm_efficientnet, class_loss, normal(B, 3, 32, 32))
+model("mobilenet-eval", lambda: torchvision.models.mobilenet_v3_small(num_classes=3, width_mult=0.25).eval(), class_loss,
+      normal(B, 3, 32, 32))  # fmt: skip
 model("unet", UNet, out_loss, normal(B, 3, 8, 8))
 
 

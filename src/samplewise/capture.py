@@ -19,6 +19,7 @@ from samplewise.intercept import Intercept
 from samplewise.losses import check_loss
 from samplewise.samples import Layout, Lost, Mark, Marks
 from samplewise.tap import Note, Targets
+from samplewise.watching import Watch
 from samplewise.weights import Weights
 
 
@@ -64,7 +65,7 @@ class Capture:
         self.constants: Marks[bool] = Marks()
         for t in (*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)):
             self.constants.set(t, True)
-        self.anchor = torch.zeros((), requires_grad=True)
+        self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self.anchor_node = get_gradient_edge(self.anchor).node
         hooked = [name for name, p in self.parameters.items() if p._backward_hooks]
         if hooked:
@@ -121,37 +122,38 @@ class Capture:
 
     def _watch_modules(self) -> None:
         """Tensors passed to the model, or to a part of it, from outside are the batch."""
+        outside_compiled = (m for name, m in self.model.named_modules() if "_orig_mod" not in name.split("."))
+        self._handles.append(Watch(self, outside_compiled))
 
-        thread = threading.get_ident()
+    def entered(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Hears that a module of the model is called."""
+        if self._outermost is None and self._is_listening:
+            self._outermost = module
+            self._mark_inputs(args, kwargs)
+            if self.verify and self._intercept is not None and torch.is_grad_enabled():
+                self._verify(module, args, kwargs)
 
-        def is_ours() -> bool:
-            if threading.get_ident() != thread or torch._C._current_graph_task_id() != -1:
-                return False  # another thread, or a checkpoint that runs forward again during backward
-            return self._intercept is None or not self._intercept.is_paused
+    def left(self, module: nn.Module) -> None:
+        """Hears that a module of the model has returned."""
+        if self._outermost is module and self._is_listening:
+            self._outermost = None
 
-        def entered(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            if self._outermost is None and is_ours():
-                self._outermost = module
-                self._handles.append(module.register_forward_hook(left, always_call=True))
-                self._mark_inputs(args, kwargs)
-                if self.verify and self._intercept is not None and torch.is_grad_enabled():
-                    self._verify(module, args, kwargs)
-
-        def left(module: nn.Module, args: tuple, out: Any) -> None:
-            if self._outermost is module and is_ours():
-                self._outermost = None
-                self._handles.pop().remove()
-
-        for module in self.model.modules():
-            self._handles.append(module.register_forward_pre_hook(entered, with_kwargs=True))
+    @property
+    def _is_listening(self) -> bool:
+        if torch._C._current_graph_task_id() != -1:
+            return False  # a checkpoint that runs forward again during backward
+        return self._intercept is None or not self._intercept.is_paused
 
     def _guard_parameters(self) -> None:
         """An ordinary gradient on its way to a captured parameter is a use that was not seen."""
+        thread = threading.get_ident()
         for name, parameter in self.parameters.items():
 
-            def guard(_: Any, name: str = name) -> None:
+            def guard(_: Any, name: str = name, on_cpu: bool = parameter.device.type == "cpu") -> None:
                 if self._intercept is not None and self._intercept.is_paused:
                     return
+                if on_cpu and threading.get_ident() != thread:
+                    return  # another thread trains the same model; on the CPU, backward stays in its own
                 raise UnattributedError(unseen([name]))
 
             self._handles.append(get_gradient_edge(parameter).node.register_prehook(guard))
@@ -247,7 +249,7 @@ class Capture:
     def _mark_packed(self, sequences: PackedSequence) -> None:
         """Each row of packed sequences belongs to the sequence that it came from, counted in the caller's order."""
         sizes = sequences.batch_sizes.tolist()
-        order = torch.arange(sizes[0]) if sequences.sorted_indices is None else sequences.sorted_indices.cpu()
+        order = torch.arange(sizes[0], device="cpu") if sequences.sorted_indices is None else sequences.sorted_indices.cpu()
         if self.batch_size is None:
             self.batch_size = sizes[0]
         if self.batch_size != sizes[0]:

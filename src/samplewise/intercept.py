@@ -204,14 +204,14 @@ class Intercept(TorchFunctionMode):
                     kept.append(t)
                 places.append(place)
             targets = self.weights.targets(use.weight)
-            self.recorder.note(targets, Note(meeting.name, meeting.how, meeting.first_layout))
+            self.recorder.note(targets, Note(meeting.name, meeting.how, meeting.first_layout, y.dtype))
             uses.append((targets, use.factor_of, places))
         meeting.uses.clear()
         return Tap.apply(y, self.recorder.anchor, self.recorder, uses, *kept)  # type: ignore[return-value]
 
     def _gate(self, meeting: Meeting, weight: Tensor, spread: Tensor, factor_of: FactorOf) -> Tensor:
         targets = self.weights.targets(weight)
-        self.recorder.note(targets, Note(meeting.name, meeting.how, meeting.first_layout))
+        self.recorder.note(targets, Note(meeting.name, meeting.how, meeting.first_layout, spread.dtype))
         return Gate.apply(spread, self.recorder.anchor, self.recorder, targets, factor_of)  # type: ignore[return-value]
 
     def _foreign(
@@ -230,7 +230,7 @@ class Intercept(TorchFunctionMode):
             weight = ExpandedWeight(t, layout.num_samples, self.recorder.loss_reduction)
             weight.batch_first = axis == 0
             targets = self.weights.targets(t)
-            self.recorder.note(targets, Note(name, "foreign", layout))
+            self.recorder.note(targets, Note(name, "foreign", layout, t.dtype))
             weight.deliver = self._deliver_dense(targets, get_gradient_edge(weight).node)
             expanded[id(t)] = weight
         values = [expanded.get(id(a), a) for a in (*args, *kwargs.values())]
@@ -258,7 +258,7 @@ class Intercept(TorchFunctionMode):
         for i, t in enumerate(call.results):
             each = mark[i] if isinstance(mark, Several) else mark
             if each is not None:
-                self._set_mark(t, each, in_place=any(t is a for a in (*call.args, call.kwargs.get("out"))))
+                self._set_mark(t, each, in_place=is_in_place(call.func) or "out" in call.kwargs)
 
     def _mark_written(self, call: Call) -> None:
         target = call.args[0]
@@ -272,7 +272,7 @@ class Intercept(TorchFunctionMode):
     def _set_mark(self, t: Tensor, mark: Mark, *, in_place: bool) -> None:
         """Marks `t`; writing other samples into a view leaves it open what the whole tensor holds."""
         base = t._base if in_place else None
-        if base is not None and mark is not self.marks.get(t):
+        if base is not None and not same_samples(mark, self.marks.get(t)):
             self.marks.set(base, Lost("a write into a view"))
         self.marks.set(t, mark)
 
@@ -305,6 +305,10 @@ class Intercept(TorchFunctionMode):
             f"{name} uses {describe(weights)} on the result of {op}, of which samplewise does not know where its samples "
             f"lie. Either tell it, grads.mark(tensor, batch_dim=...), or {leave_out}."
         )
+
+
+def same_samples(mark: Mark, other: Mark | None) -> bool:
+    return isinstance(mark, Layout) and isinstance(other, Layout) and torch.equal(mark.ids, other.ids)
 
 
 def names_of(weights: list[tuple[Tensor, Weight]]) -> list[str]:

@@ -34,7 +34,7 @@ class Layout:
     def along(cls, dim: int, *, ndim: int, num_samples: int) -> "Layout":
         shape = [1] * ndim
         shape[dim] = num_samples
-        return cls(torch.arange(num_samples).reshape(shape), num_samples)
+        return cls(torch.arange(num_samples, device="cpu").reshape(shape), num_samples)
 
     def __repr__(self) -> str:
         return f"Layout({self})"
@@ -89,7 +89,7 @@ class Fold:
         self.num_samples = num_samples
         full = [d for d, size in enumerate(ids.shape) if size != 1]
         self.axis: int | None = None
-        if len(full) == 1 and torch.equal(ids.flatten(), torch.arange(num_samples)):
+        if len(full) == 1 and torch.equal(ids.flatten(), torch.arange(num_samples, device="cpu")):
             self.axis = full[0]
         elif num_samples == 1 and not full and ids.ndim and int(ids.flatten()[0]) == 0:
             self.axis = 0
@@ -117,7 +117,7 @@ class Fold:
         sample = ids[order]
         counts = torch.bincount(sample, minlength=self.num_samples)
         first = counts.cumsum(0) - counts
-        slot = torch.arange(len(sample)) - first[sample]
+        slot = torch.arange(len(sample), device="cpu") - first[sample]
         return order, sample, slot, int(counts.max()) if len(counts) else 0
 
 

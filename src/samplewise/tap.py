@@ -24,6 +24,8 @@ class Note:
     how: str
     """By which rule: "rule", "elementwise", "generic" or "foreign"."""
     layout: Layout
+    dtype: torch.dtype
+    """In which the op gave its result."""
 
 
 class Recorder(Protocol):

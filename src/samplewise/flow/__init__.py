@@ -94,7 +94,9 @@ def _flow(call: Call) -> Mark | Several | None:
     if any(isinstance(mark, Mixed) for mark in marks):
         return _flow_of_mixed(call, handler)
     if marks[0].num_samples == 1:  # type: ignore[union-attr]
-        return Several([call.layout(torch.zeros([1] * t.ndim, dtype=torch.long)) for t in call.results or [call.out]])
+        return Several(
+            [call.layout(torch.zeros([1] * t.ndim, dtype=torch.long, device="cpu")) for t in call.results or [call.out]]
+        )
     return handler(call) if handler else probed(call)
 
 

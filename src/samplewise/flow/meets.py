@@ -84,12 +84,12 @@ def samples_of_bags(layout: Layout, offsets: Tensor, *, num_bags: int) -> Tensor
     """The sample of each bag of flat ids with this layout, [num_bags]; None where a bag holds ids of several."""
     ids = layout.ids.flatten()
     starts = offsets[:num_bags].cpu()
-    ends = torch.cat([offsets[1:].cpu(), torch.tensor([len(ids)])])[:num_bags]
+    ends = torch.cat([offsets[1:].cpu(), torch.tensor([len(ids)], device="cpu")])[:num_bags]
     parts = [ids[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
     if any(len(part) and bool((part != part[0]).any()) for part in parts):
         return None
-    found = torch.tensor([int(part[0]) if len(part) else NO_SAMPLE for part in parts])
-    one_each = torch.arange(num_bags)
+    found = torch.tensor([int(part[0]) if len(part) else NO_SAMPLE for part in parts], device="cpu")
+    one_each = torch.arange(num_bags, device="cpu")
     fits = num_bags == layout.num_samples and bool(((found == one_each) | (found == NO_SAMPLE)).all())
     return one_each if fits else found  # an empty bag among bags of one sample each is of the sample in its place
 

@@ -28,7 +28,7 @@ def reshape_ids(ids: Tensor, source: tuple[int, ...], target: tuple[int, ...]) -
     [0, 0, 0, 1, 1, 1]
     """
     if 0 in source:
-        return torch.zeros([0 if size == 0 else 1 for size in target], dtype=torch.long)
+        return torch.zeros([0 if size == 0 else 1 for size in target], dtype=torch.long, device="cpu")
     spelt_source: list[int] = []
     spelt_target: list[int] = []
     i = j = 0
@@ -131,7 +131,7 @@ def written(call: Call, before: Layout | None) -> Mark:
         return before or Lost(call.name)
     assert isinstance(of_value, Layout)
     index, consumed = spelt_index(call.args[1], target.ndim)
-    ids = torch.full([1] * target.ndim, NO_SAMPLE) if before is None else before.ids
+    ids = torch.full([1] * target.ndim, NO_SAMPLE, device="cpu") if before is None else before.ids
     if any(d >= consumed for d in range(target.ndim) if ids.shape[d] != 1):
         consumed = target.ndim
     ids = ids.expand([*target.shape[:consumed], *ids.shape[consumed:]]).clone()
@@ -150,24 +150,26 @@ def added_along(call: Call) -> Mark:
     shape = list(of_source.shape)
     of_source = of_source.expand([*shape[:dim], len(index), *shape[dim + 1 :]])
     shape[dim] = target.shape[dim]
-    landed = torch.full(shape, NO_SAMPLE).index_copy(dim, index, of_source)
+    landed = torch.full(shape, NO_SAMPLE, device="cpu").index_copy(dim, index, of_source)
     if not torch.equal(landed.index_select(dim, index), of_source):
         return call.mixed()
     if id(target) not in layouts:
         return call.layout(compressed(landed))
+    if call.name == "index_copy":  # what was there is gone
+        return call.layout(compressed(torch.where(landed == NO_SAMPLE, layouts[id(target)].ids, landed)))
     return merged(call, [layouts[id(target)].ids, landed])
 
 
 def gathered(call: Call) -> Mark:
     """x.gather(dim, index): an element comes from the sample that it is picked from."""
     tensor, layout = call.subject
-    if tensor is not call.args[0]:
-        return Lost(call.name)
     position, index_position = (1, 2) if call.name == "gather" else (2, 1)
     dim, index = call.arg(position, "dim"), call.arg(index_position, "index", call.kwargs.get("indices"))
     if dim is None:
         return Lost(call.name)
     dim = dim % max(1, tensor.ndim)
+    if tensor is not call.args[0]:  # a constant, picked from by data: along the other dimensions the two line up
+        return call.layout(layout.ids) if tensor is index else Lost(call.name)
     if layout.ids.shape[dim] == 1:
         return call.layout(layout.ids)
     ids = layout.ids.expand([index.shape[d] if d != dim else tensor.shape[d] for d in range(tensor.ndim)])
@@ -177,7 +179,7 @@ def gathered(call: Call) -> Mark:
 def spelt_index(index: Any, ndim: int) -> tuple[tuple, int]:
     """An index as a tuple without Ellipsis, its tensors on the CPU, and how many dimensions it consumes."""
     parts = index if isinstance(index, tuple) else (index,)
-    parts = tuple(torch.tensor(i) if isinstance(i, list) else i for i in parts)
+    parts = tuple(torch.tensor(i, device="cpu") if isinstance(i, list) else i for i in parts)
     parts = tuple(i.cpu() if isinstance(i, Tensor) else i for i in parts)
     consumed = sum(_consumed(i) for i in parts)
     dots = [k for k, i in enumerate(parts) if i is Ellipsis]
@@ -220,7 +222,7 @@ def concatenated(call: Call) -> Mark:
         if t.ndim == 1 and t.numel() == 0 and ndim > 1:
             continue  # torch.cat skips empty vectors
         length = 1 if new else t.shape[dim]
-        ids = ids_of(t) if id(t) in layouts else torch.full([1] * ndim, NO_SAMPLE)
+        ids = ids_of(t) if id(t) in layouts else torch.full([1] * ndim, NO_SAMPLE, device="cpu")
         parts.append(ids.expand([*others[:dim], length, *others[dim:]]) if ids.ndim else ids)
     return call.layout(compressed(_cat_narrow(parts, dim)))
 

@@ -26,7 +26,7 @@ def probed(call: Call) -> Mark:
     candidates = [d for d, size in enumerate(call.out.shape) if size == B]
     if None in axes.values() or B < 2 or not candidates:
         return Lost(call.name)
-    order = torch.randperm(B, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(B, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     for half in order.chunk(2):
         alone = _of_some(call, axes, half)
         candidates = [d for d in candidates if alone is not None and _agree(alone, call.out, d, half)]

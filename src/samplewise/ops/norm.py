@@ -157,8 +157,7 @@ def instance_norm(
         momentum,
         eps,
     )
-    if y.requires_grad:  # torch's backward on the CPU (2.15) reads a gradient of other strides in the wrong order
-        y.register_hook(torch.Tensor.contiguous)
+    y = with_plain_gradient(y)
     for statistic, spread in zip((running_mean, running_var), running, strict=True):
         if statistic is not None:
             statistic.copy_(spread.reshape(N, C).mean(0))
@@ -169,6 +168,13 @@ def instance_norm(
 
     meeting.use(weight, scale, keep=(input, mean.detach(), rstd.detach()))
     return y.reshape(input.shape)
+
+
+def with_plain_gradient(y: Tensor) -> Tensor:
+    """The result of a batch norm, whose backward on the CPU (torch 2.15) reads gradients of some strides in a wrong order."""
+    if y.requires_grad:
+        y.register_hook(torch.Tensor.contiguous)
+    return y
 
 
 def scale_by(

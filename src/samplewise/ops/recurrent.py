@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from samplewise.errors import SamplesMixError
+from samplewise.errors import SamplesMixError, UnattributedError
 from samplewise.factors.dense import Dense
 from samplewise.factors.outer import Outer
 from samplewise.ops.registry import Meeting, expansion, rule
@@ -114,7 +114,7 @@ def recurrence_rule(
     """
     layout = meeting.layout(gates)
     rows = layout.fold(1)
-    seen: list[Tensor] = []  # the outputs, known once the kernel has run
+    seen: list[tuple[Tensor, int]] = []  # the outputs and their version, known once the kernel has run
 
     def hidden_gates(g: Tensor, gates: Tensor, before: Tensor, w_hh: Tensor, *b_hh: Tensor) -> Tensor:
         if kind != "gru":
@@ -124,7 +124,13 @@ def recurrence_rule(
         return torch.cat([g[..., : 2 * H], g[..., 2 * H :] * r], -1)
 
     def steps_before(h0: Tensor) -> Tensor:
-        return previous(seen[0].detach(), h0[0], batch_sizes, backwards)
+        ((y, version),) = seen
+        if y._version != version:
+            raise UnattributedError(
+                f"the output of {kind} was changed in place before backward, and with it the states that the gradients of its "
+                "recurrent weights are made of. Change a copy of it."
+            )
+        return previous(y, h0[0], batch_sizes, backwards)
 
     def weight(g: Tensor, gates: Tensor, h0: Tensor, w_hh: Tensor, *b_hh: Tensor) -> Outer:
         before = steps_before(h0)
@@ -139,7 +145,7 @@ def recurrence_rule(
     meeting.use(b_hh, bias, keep=keep)
     tapped = meeting.tap(gates)
     y, *ends = run(kind, tapped, first, plain_w, plain_b, batch_sizes, backwards)
-    seen.append(y)
+    seen.append((y.detach(), y._version))
     states = states_layout(layout, gates, batch_sizes)
     return meeting.marked([y, *ends], [layout] + [states] * len(ends))
 

@@ -1,0 +1,97 @@
+"""The case table, backward's own threads and mixed precision on a CUDA device; run with `make test-gpu`."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import ALL
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+import samplewise as sw
+from samplewise.testing import oracle, relative_error, run_capture
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _on_the_gpu():
+    torch.set_default_device("cuda")
+    yield
+    torch.set_default_device("cpu")
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_case_on_the_gpu(case):
+    model, batch, loss_fn = case.build()
+    model, batch = model.cuda(), tree_map_only(Tensor, lambda t: t.cuda(), batch)
+    grads = run_capture(model, loss_fn, *batch, **case.options)
+    truth = oracle(model, loss_fn, *batch, batch_dim=case.batch_dim)
+    flat = {name: G.reshape(len(G), -1).norm(dim=1).real for name, G in truth.items()}
+    for name, G in truth.items():
+        assert relative_error(grads[name].materialize(), G) < 1e-9, name
+        assert relative_error(grads[name].norms(), flat[name]) < 1e-9, name
+        assert relative_error(grads[name].sum(), G.sum(0)) < 1e-9, name
+    norms = torch.stack(list(flat.values())).norm(dim=0)
+    w = (0.5 / norms).clamp(max=1)
+    for name, clipped in grads.clipped_sum(max_norm=0.5).items():
+        assert relative_error(clipped, torch.tensordot(w.to(truth[name].dtype), truth[name], dims=1)) < 1e-9, name
+
+
+class Block(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4)), nn.Linear(4, 2)
+        self.how = how
+
+    def forward(self, x):
+        h = self.a(x)
+        h = self.b(h) if self.how is None else checkpoint(self.b, h, use_reentrant=self.how == "reentrant")
+        return self.c(h.tanh())
+
+
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
+def test_checkpoint_is_right_or_refused(how):
+    model, x = Block(how).double(), torch.randn(4, 3, dtype=torch.float64)
+
+    def loss_fn(model, x):
+        return model(x).square().sum(1)
+
+    try:
+        grads = run_capture(model, loss_fn, x)
+    except (sw.SamplewiseError, RuntimeError) as error:
+        assert "checkpoint" in str(error)
+        return
+    model.how = None
+    for name, G in oracle(model, loss_fn, x).items():
+        assert relative_error(grads[name].materialize(), G) < 1e-9, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_mixed_precision(dtype):
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 16))
+    x = torch.randn(8, 50, 64)
+    with torch.autocast("cuda", dtype, enabled=dtype is not torch.float32), sw.capture(model) as grads:
+        losses = model(x).float().square().mean((1, 2))
+        grads.backward(losses)
+    truth = oracle(model, lambda m, x: m(x).square().mean((1, 2)), x)
+    for name, G in truth.items():
+        # tf32 is off; bfloat16 keeps 8 bits of each product
+        assert relative_error(grads[name].norms(), G.flatten(1).norm(dim=1)) < (1e-4 if dtype is torch.float32 else 3e-2), (
+            name
+        )
+
+
+def test_one_step_frees_its_memory():
+    model, x = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)), torch.randn(64, 32, 512)
+    for _ in range(3):
+        grads = run_capture(model, lambda m, x: m(x).square().sum((1, 2)), x)
+        grads.clipped_sum(max_norm=1.0)
+        del grads
+        held = torch.cuda.memory_allocated()
+    grads = run_capture(model, lambda m, x: F.relu(m(x)).sum((1, 2)), x)
+    del grads
+    assert torch.cuda.memory_allocated() <= held
