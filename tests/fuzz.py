@@ -172,11 +172,13 @@ def _outcome(ex: Example) -> Outcome:
     try:
         losses = ex.loss(model, *ex.batch())
         losses.sum().backward()
-        truth = _truth(ex)
+        truth, alone = _truth(ex)
     except (RuntimeError, ValueError) as error:
         return Outcome("invalid", f"{type(error).__name__}: {error}", _op_of(error, ex))
     if not bool((losses.abs() < 1e8).all()):
         return Outcome("invalid", "the loss is too large")
+    if not ex.mixes and _off(losses.detach(), alone, 1.0) > TOLERANCE[losses.dtype]:
+        return Outcome("invalid", "a sample alone has another loss (a write into what is a view for one sample alone)")
     plain = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model = ex.model()
     before = _traces(model)
@@ -246,14 +248,21 @@ def _problems(ex: Example, grads: Any, truth: dict[str, Tensor], plain: dict[str
         yield f"norms() {grads.norms().tolist()} instead of {norms.tolist()}"
 
 
-def _truth(ex: Example) -> dict[str, Tensor]:
-    """The oracle's gradients, for which casts in the model must lead to its dtype."""
+def _truth(ex: Example) -> tuple[dict[str, Tensor], Tensor]:
+    """The oracle's gradients and the losses of samples alone; casts in the model must lead to the oracle's dtype."""
     model, batch, dtype = ex.model(), ex.batch(), ex.scope["D"]
+    losses: list[Tensor] = []
+
+    def loss(*args: Any) -> Tensor:
+        losses.append(ex.loss(*args))
+        return losses[-1]
+
     ex.scope["D"] = torch.promote_types(dtype, torch.float64)
     try:
-        return oracle(model, ex.loss, *batch, batch_dim=ex.batch_dim)
+        gradients = oracle(model, loss, *batch, batch_dim=ex.batch_dim)
     finally:
         ex.scope["D"] = dtype
+    return gradients, torch.cat(losses).detach()
 
 
 def _squares(G: Tensor) -> Tensor:

@@ -285,7 +285,7 @@ def channel_norm(m: Sketch, x: Value) -> Value | None:
 
 
 def _with_plain_gradient(m: Sketch, y: Value) -> Value:
-    """y, whose gradient comes contiguous: torch 2.15 reads a channels-last one in the wrong order here, on the CPU."""
+    """y, whose gradient comes contiguous as x does: torch 2.15 reads them in the wrong order where one is channels-last."""
     m.line(f"{y}.requires_grad and {y}.register_hook(torch.Tensor.contiguous)")
     return y
 
@@ -295,7 +295,7 @@ def batch_norm(m: Sketch, x: Value) -> Value | None:
     x = m.arranged(x, m.pick(2, 3, 4))
     layer = m.module(f"nn.BatchNorm{max(1, x.ndim - 2)}d({x.shape[1]})")
     m.init.append(f"{layer}.eval()")
-    return _with_plain_gradient(m, m.derived(x, f"{layer}({{x}})"))
+    return _with_plain_gradient(m, m.derived(x, f"{layer}({{x}}.contiguous())"))
 
 
 @op()

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from cases import ALL
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -54,17 +53,13 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
-def test_checkpoint_is_right_or_refused(how):
+def test_checkpoint_recomputed_by_backwards_own_thread(how):
     model, x = Block(how).double(), torch.randn(4, 3, dtype=torch.float64)
 
     def loss_fn(model, x):
         return model(x).square().sum(1)
 
-    try:
-        grads = run_capture(model, loss_fn, x)
-    except (sw.SamplewiseError, RuntimeError) as error:
-        assert "checkpoint" in str(error)
-        return
+    grads = run_capture(model, loss_fn, x)
     model.how = None
     for name, G in oracle(model, loss_fn, x).items():
         assert relative_error(grads[name].materialize(), G) < 1e-9, name
@@ -87,11 +82,10 @@ def test_mixed_precision(dtype):
 
 def test_one_step_frees_its_memory():
     model, x = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)), torch.randn(64, 32, 512)
+    held = []
     for _ in range(3):
         grads = run_capture(model, lambda m, x: m(x).square().sum((1, 2)), x)
         grads.clipped_sum(max_norm=1.0)
         del grads
-        held = torch.cuda.memory_allocated()
-    grads = run_capture(model, lambda m, x: F.relu(m(x)).sum((1, 2)), x)
-    del grads
-    assert torch.cuda.memory_allocated() <= held
+        held.append(torch.cuda.memory_allocated())
+    assert held[1] == held[2]

@@ -251,11 +251,11 @@ def group_norm(channels: int) -> nn.Module:
     return nn.GroupNorm(2, channels)
 
 
-def resnet() -> nn.Module:
+def resnet(norm: Callable[[int], nn.Module] = group_norm) -> nn.Module:
     """torchvision's ResNet with one block a stage; the stock widths are cut, since they alone make it slow."""
-    net = torchvision.models.ResNet(BasicBlock, [1, 1, 1, 1], norm_layer=group_norm, num_classes=3)
+    net = torchvision.models.ResNet(BasicBlock, [1, 1, 1, 1], norm_layer=norm, num_classes=3)
     net.inplanes = 4
-    net.conv1, net.bn1 = nn.Conv2d(3, 4, 7, stride=2, padding=3, bias=False), group_norm(4)
+    net.conv1, net.bn1 = nn.Conv2d(3, 4, 7, stride=2, padding=3, bias=False), norm(4)
     for k, width in enumerate((4, 4, 8, 8)):
         setattr(net, f"layer{k + 1}", net._make_layer(BasicBlock, width, 1, stride=1 + (k > 0)))
     net.fc = nn.Linear(8, 3)
@@ -316,12 +316,11 @@ class UNet(nn.Module):
 
 
 model("resnet", resnet, class_loss, normal(B, 3, 32, 32))
+model("resnet-batch-norm-eval", lambda: resnet(nn.BatchNorm2d).eval(), class_loss, normal(B, 3, 32, 32))
 model("convnext", small_convnext, class_loss, normal(B, 3, 16, 16))
 model("torchvision-vit", vision_transformer, class_loss, normal(B, 3, 8, 8))
 model("timm-vit", timm_vit, class_loss, normal(B, 3, 8, 8))
 model("timm-swin", timm_swin, class_loss, normal(B, 3, 16, 16))
-model("mobilenet-eval", lambda: torchvision.models.mobilenet_v3_small(num_classes=3, width_mult=0.25).eval(), class_loss,
-      normal(B, 3, 32, 32))  # fmt: skip
 model("unet", UNet, out_loss, normal(B, 3, 8, 8))
 
 

@@ -83,11 +83,12 @@ class Capture:
         self._handles: list[Any] = []
         self._outermost: nn.Module | None = None
         self._is_open = False
+        self._was_entered = False
 
     # --- the block ---------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        if self._intercept is not None:
+        if self._was_entered:
             raise SamplewiseError("a capture holds one batch and is entered once. Make a new one: capture(model).")
         for outer in _get_current_function_mode_stack():
             shared = self._shared_with(outer)
@@ -96,6 +97,7 @@ class Capture:
                     f"parameter {shared[0]!r} is captured already by a block around this one, which would miss what this one "
                     "takes. Give each its own parameters: capture(model, params=[...])."
                 )
+        self._was_entered = True
         self._watch_modules()
         self._guard_parameters()
         self._is_open = True
@@ -106,6 +108,7 @@ class Capture:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         assert self._intercept is not None
         self._intercept.__exit__(kind, error, trace)
+        self._intercept = None  # it holds this capture, and what that holds should be freed without a search for cycles
         self._is_open = False
         self._let_go()
 
@@ -129,7 +132,7 @@ class Capture:
         """Hears that a module of the model is called."""
         if self._outermost is None and self._is_listening:
             self._outermost = module
-            self._mark_inputs(args, kwargs)
+            self.mark_inputs(args, kwargs)
             if self.verify and self._intercept is not None and torch.is_grad_enabled():
                 self._verify(module, args, kwargs)
 
@@ -202,7 +205,8 @@ class Capture:
         """How many rows the batch has: one a sample, unless sample ids say otherwise."""
         return self.batch_size if self.sample_ids is None else len(self.sample_ids)
 
-    def _mark_inputs(self, args: tuple, kwargs: dict) -> None:
+    def mark_inputs(self, args: tuple, kwargs: dict) -> None:
+        """Marks the tensors among these arguments of the model that have as many rows as the batch."""
         leaves = []
         for leaf in tree_leaves((args, kwargs), is_leaf=lambda a: isinstance(a, PackedSequence)):
             if isinstance(leaf, PackedSequence):

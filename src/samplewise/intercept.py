@@ -1,13 +1,14 @@
 """Sees each op; where a weight meets data, the op's rule runs in place of the op."""
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
 import samplewise.ops  # noqa: F401  (registers the rules)
@@ -171,7 +172,7 @@ class Intercept(TorchFunctionMode):
             for use in meeting.uses:
                 if isinstance(use.factor_of, GenericFactor):
                     use.factor_of.result_layout = mark
-            y = self._tap(y, meeting)
+            y = self.tap(meeting, y)
         self.marks.set(y, mark)
         return y
 
@@ -180,36 +181,34 @@ class Intercept(TorchFunctionMode):
     ) -> Meeting:
         layouts = {id(t): layout for t, layout in self._layouts(name, data, weights)}
         weight_ids = {id(t) for t, _ in weights}
-        meeting = Meeting(
+        return Meeting(
             name,
             func,
             args,
             kwargs,
             layout_of=lambda t: layouts.get(id(t)),
             is_weight=lambda t: id(t) in weight_ids,
-            gate=lambda *gated: self._gate(meeting, *gated),
+            taps=self,
             first_layout=next(iter(layouts.values())),
-            tap=lambda t: self._tap(t, meeting),
         )
-        return meeting
 
-    def _tap(self, y: Tensor, meeting: Meeting) -> Tensor:
+    def tap(self, meeting: Meeting, t: Tensor) -> Tensor:
         kept: list[Tensor] = []
         uses = []
         for use in meeting.uses:
             places = []
-            for t in use.keep:
-                place = next((i for i, other in enumerate(kept) if other is t), len(kept))
+            for one in use.keep:
+                place = next((i for i, other in enumerate(kept) if other is one), len(kept))
                 if place == len(kept):
-                    kept.append(t)
+                    kept.append(one)
                 places.append(place)
             targets = self.weights.targets(use.weight)
-            self.recorder.note(targets, Note(meeting.name, meeting.how, meeting.first_layout, y.dtype))
+            self.recorder.note(targets, Note(meeting.name, meeting.how, meeting.first_layout, t.dtype))
             uses.append((targets, use.factor_of, places))
         meeting.uses.clear()
-        return Tap.apply(y, self.recorder.anchor, self.recorder, uses, *kept)  # type: ignore[return-value]
+        return Tap.apply(t, self.recorder.anchor, self.recorder, uses, *kept)  # type: ignore[return-value]
 
-    def _gate(self, meeting: Meeting, weight: Tensor, spread: Tensor, factor_of: FactorOf) -> Tensor:
+    def gate(self, meeting: Meeting, weight: Tensor, spread: Tensor, factor_of: FactorOf) -> Tensor:
         targets = self.weights.targets(weight)
         self.recorder.note(targets, Note(meeting.name, meeting.how, meeting.first_layout, spread.dtype))
         return Gate.apply(spread, self.recorder.anchor, self.recorder, targets, factor_of)  # type: ignore[return-value]
@@ -305,6 +304,19 @@ class Intercept(TorchFunctionMode):
             f"{name} uses {describe(weights)} on the result of {op}, of which samplewise does not know where its samples "
             f"lie. Either tell it, grads.mark(tensor, batch_dim=...), or {leave_out}."
         )
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Inside, no capture of this thread sees anything."""
+    watching = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, Intercept) and not mode.is_paused]
+    for mode in watching:
+        mode.is_paused = True
+    try:
+        yield
+    finally:
+        for mode in watching:
+            mode.is_paused = False
 
 
 def same_samples(mark: Mark, other: Mark | None) -> bool:

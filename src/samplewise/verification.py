@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from samplewise.capture import Capture
 from samplewise.errors import SamplesMixError, SamplewiseError
+from samplewise.intercept import paused
 from samplewise.queries import Grads, capture
 from samplewise.samples import Layout, Mixed
 from samplewise.still import Still, same_randomness, twin
@@ -134,61 +135,112 @@ def _verification(
         return copy
 
     args, kwargs = tree_map_only(Tensor, copied, (args, kwargs))
+    model = twin(module)
     with Still(), torch.enable_grad():
-        grads, outputs, mixed = _captured(module, args, kwargs, options, copies)
-        if mixed and not any(outputs):
-            raise SamplesMixError(
-                f"the output of the model is made by {mixed[0].op}, which mixes the samples of the batch (a BatchNorm in training "
-                "mode?), so it has no per-sample gradients. Put the layer in eval mode."
-            )
-        B = grads.batch_size
-        assert B is not None
-        samples = tuple(sorted({0, B - 1}))
-        allowed = max(map(tolerance, _dtypes(grads, outputs)))
-        parameters = {name: grads.parameters[name] for name in grads}
-        errors = dict.fromkeys(parameters, 0.0)
-        right = dict.fromkeys(parameters, True)
-        output_error, agree = 0.0, True
-        for b in samples:
-            alone = tree_map(_alone(b, grads), (args, kwargs), is_leaf=lambda a: isinstance(a, PackedSequence))
-            try:
-                with same_randomness(module):
-                    out = twin(module)(*alone[0], **alone[1])
-            except Exception as error:
-                raise SamplewiseError(
-                    f"the model could not be run on sample {b} alone, so it was not verified ({type(error).__name__}: {error}). "
-                    "Turn the check off: capture(model, verify=False)."
-                ) from error
-            pairs = [(ours, theirs) for ours, theirs in zip(outputs, _tensors(out), strict=False) if ours is not None]
-            for (whole, layout, _), theirs in pairs:
-                mine = _cut_like(layout.fold(0)(whole.detach())[b], theirs)
-                if mine.numel() != theirs.numel():
-                    agree = False
-                    continue
-                error = _difference(mine, theirs.detach().flatten(), whole.detach())
-                output_error = max(output_error, error)
-                agree = agree and error <= allowed
-            if not agree:
-                break
-            terms = [(theirs.flatten() * _cut_like(layout.fold(0)(v)[b], theirs)).sum() for (_, layout, v), theirs in pairs]
-            total = reduce(torch.add, terms, torch.zeros((), device="cpu"))
-            if not total.requires_grad:
+        with capture(model, verify=False, **options) as grads:
+            for t, layout in copies:
+                grads.marks.set(t, layout)
+            grads.mark_inputs(args, kwargs)
+            samples = tuple(sorted({0, (grads.batch_size or 1) - 1}))
+            with same_randomness(module):
+                out = model(*args, **kwargs)
+            _refuse_mixed(out, grads)
+            with paused():
+                alone = {b: _run_alone(b, module, grads, args, kwargs) for b in samples}
+            outputs = _outputs(out, grads, alone)
+            _backward(outputs, grads)
+        return _compared(grads, outputs, alone, module)
+
+
+@dataclass
+class Output:
+    """An output of the batch: its samples, and the gradient that it is given."""
+
+    whole: Tensor
+    layout: Layout
+    v: Tensor
+
+
+def _refuse_mixed(out: Any, grads: Grads) -> None:
+    marks = [grads.marks.get(t) for t in _tensors(out)]
+    mixed = [mark for mark in marks if isinstance(mark, Mixed) and not mark.linear]
+    if mixed and not any(isinstance(mark, Layout) for mark in marks):
+        raise SamplesMixError(
+            f"the output of the model is made by {mixed[0].op}, which mixes the samples of the batch (a BatchNorm in training "
+            "mode?), so it has no per-sample gradients. Put the layer in eval mode."
+        )
+
+
+def _run_alone(b: int, module: nn.Module, grads: Grads, args: tuple, kwargs: dict) -> list[Tensor]:
+    """The outputs of the plain model for sample b."""
+    own, named = tree_map(_alone(b, grads), (args, kwargs), is_leaf=lambda a: isinstance(a, PackedSequence))
+    try:
+        with same_randomness(module):
+            return _tensors(twin(module)(*own, **named))
+    except Exception as error:
+        raise SamplewiseError(
+            f"the model could not be run on sample {b} alone, so it was not verified ({type(error).__name__}: {error}). "
+            "Turn the check off: capture(model, verify=False)."
+        ) from error
+
+
+def _outputs(out: Any, grads: Grads, alone: dict[int, list[Tensor]]) -> list[Output | None]:
+    """For each output that has samples, a gradient in which no two of its elements are alike."""
+    outputs: list[Output | None] = []
+    for k, t in enumerate(_tensors(out)):
+        layout = grads.marks.get(t)
+        if not isinstance(layout, Layout) or not t.requires_grad:
+            outputs.append(None)
+            continue
+        v = torch.arange(1, t.numel() + 1, device=t.device, dtype=torch.float64).mul(1.7).sin().reshape(t.shape).to(t)
+        for b, theirs in alone.items():  # padding that a sample does not have alone is left out
+            places = layout.fold(0)(torch.arange(t.numel(), device=t.device).reshape(t.shape))[b]
+            v.view(-1)[places[theirs[k].numel() :] if k < len(theirs) else places] = 0
+        outputs.append(Output(t, layout, v))
+    return outputs
+
+
+def _backward(outputs: list[Output | None], grads: Grads) -> None:
+    terms = [(output.whole * output.v).sum() for output in outputs if output is not None]
+    if terms:
+        total = reduce(torch.add, terms)
+        (total.real if total.is_complex() else total).backward()
+
+
+def _compared(grads: Grads, outputs: list[Output | None], alone: dict[int, list[Tensor]], module: nn.Module) -> Verification:
+    parameters = {name: grads.parameters[name] for name in grads}
+    errors, right = dict.fromkeys(parameters, 0.0), dict.fromkeys(parameters, True)
+    allowed = max(map(tolerance, _dtypes(grads, outputs)))
+    output_error, agree = 0.0, True
+    for b, theirs in alone.items():
+        pairs = [(output, t) for output, t in zip(outputs, theirs, strict=False) if output is not None]
+        for output, t in pairs:
+            mine = output.layout.fold(0)(output.whole.detach())[b][: t.numel()]
+            if mine.numel() != t.numel():
+                agree = False
                 continue
-            total = total.real if total.is_complex() else total
-            truth = _gradients(total, list(parameters.values()), module)
-            overall = max((float(T.norm()) for T in truth if T is not None), default=0.0)
-            if not math.isfinite(overall):
-                continue  # a sample that is not finite has no gradient to compare
-            for name, T in zip(parameters, truth, strict=True):
-                G = grads[name].of_samples(torch.tensor([b], device="cpu"))[0]
-                T = torch.zeros_like(G) if T is None else T.to_dense() if T.is_sparse else T
-                off, norm = float((G - T).norm()), float(T.norm())
-                # a gradient that is zero but for rounding is compared with the others
-                floor = overall * allowed * 1e-2
-                errors[name] = max(errors[name], off / (norm or 1.0))
-                right[name] = right[name] and off <= allowed * norm + floor
+            error = _difference(mine, t.detach().flatten(), output.whole.detach())
+            output_error = max(output_error, error)
+            agree = agree and error <= allowed
+        if not agree:
+            break
+        terms = [(t.flatten() * output.layout.fold(0)(output.v)[b][: t.numel()]).sum() for output, t in pairs]
+        total = reduce(torch.add, terms, torch.zeros((), device="cpu"))
+        if not total.requires_grad:
+            continue
+        truth = _gradients(total.real if total.is_complex() else total, list(parameters.values()), module)
+        overall = max((float(T.norm()) for T in truth if T is not None), default=0.0)
+        if not math.isfinite(overall):
+            continue  # a sample that is not finite has no gradient to compare
+        for name, T in zip(parameters, truth, strict=True):
+            G = grads[name].of_samples(torch.tensor([b], device="cpu"))[0]
+            T = torch.zeros_like(G) if T is None else T.to_dense() if T.is_sparse else T
+            off, norm = float((G - T).norm()), float(T.norm())
+            errors[name] = max(errors[name], off / (norm or 1.0))
+            # a gradient that is zero but for rounding is compared with the others
+            right[name] = right[name] and off <= allowed * norm + 1e-2 * allowed * overall
     rows = tuple(_row(name, grads, errors[name], right[name]) for name in parameters)
-    return Verification(rows, samples, output_error, agree)
+    return Verification(rows, tuple(alone), output_error, agree)
 
 
 def _difference(mine: Tensor, theirs: Tensor, whole: Tensor) -> float:
@@ -198,11 +250,6 @@ def _difference(mine: Tensor, theirs: Tensor, whole: Tensor) -> float:
     finite = whole[whole.isfinite()]
     off = (mine - theirs)[mine.isfinite()]
     return float(off.abs().max()) / (float(finite.abs().max()) or 1.0) if off.numel() else 0.0
-
-
-def _cut_like(rows: Tensor, alone: Tensor) -> Tensor:
-    """The elements of one sample in the batch that it has alone too: alone, a padded sequence may be shorter."""
-    return rows.flatten()[: alone.numel()]
 
 
 def _gradients(total: Tensor, parameters: list[Tensor], module: nn.Module) -> list[Tensor | None]:
@@ -224,36 +271,6 @@ def _gradients(total: Tensor, parameters: list[Tensor], module: nn.Module) -> li
     finally:
         for p, grad in before:
             p.grad = grad
-
-
-def _captured(
-    module: nn.Module, args: tuple, kwargs: dict, options: dict[str, Any], marks: list[tuple[Tensor, Layout]]
-) -> tuple[Grads, list[tuple[Tensor, Layout, Tensor] | None], list[Mixed]]:
-    """The captured gradients for given output gradients, and (output, layout, output gradient) for each output."""
-    outputs: list[tuple[Tensor, Layout, Tensor] | None] = []
-    mixed: list[Mixed] = []
-    model = twin(module)
-    with capture(model, verify=False, **options) as grads:
-        for t, layout in marks:
-            grads.marks.set(t, layout)
-        with same_randomness(module):
-            out = model(*args, **kwargs)
-        total = None
-        for t in _tensors(out):
-            layout = grads.marks.get(t)
-            if isinstance(layout, Mixed) and not layout.linear:
-                mixed.append(layout)
-            if not isinstance(layout, Layout) or not t.requires_grad:
-                outputs.append(None)
-                continue
-            # no random numbers, which stand still here, and no two samples alike
-            v = torch.arange(1, t.numel() + 1, device=t.device, dtype=torch.float64).mul(1.7).sin().reshape(t.shape).to(t)
-            outputs.append((t, layout, v))
-            term = (t * v).sum()
-            total = term if total is None else total + term
-        if total is not None:
-            (total.real if total.is_complex() else total).backward()
-    return grads, outputs, mixed
 
 
 def _alone(b: int, grads: Grads) -> Callable[[Any], Any]:
@@ -279,10 +296,10 @@ def _row(name: str, grads: Grads, error: float, is_right: bool) -> Row:
     return Row(name, ops, how, layouts[0] if len(layouts) == 1 else f"{len(layouts)} layouts", error, is_right)
 
 
-def _dtypes(grads: Grads, outputs: list[tuple[Tensor, Layout, Tensor] | None]) -> set[torch.dtype]:
+def _dtypes(grads: Grads, outputs: list[Output | None]) -> set[torch.dtype]:
     """The dtypes that gradients passed through: the coarsest sets how well they can agree."""
     used = {note.dtype for notes in grads.notes.values() for note in notes}
-    return used | {output[0].dtype for output in outputs if output} | {p.dtype for p in grads.parameters.values()}
+    return used | {output.whole.dtype for output in outputs if output} | {p.dtype for p in grads.parameters.values()}
 
 
 def tolerance(dtype: torch.dtype) -> float:

@@ -98,7 +98,7 @@ def group_norm(
         return NotImplemented  # torch's own words for it
     y, mean, rstd = torch.native_group_norm(
         input.contiguous(),
-        meeting.plain(weight),
+        input.new_ones(input.shape[1]) if weight is None and bias is not None else meeting.plain(weight),
         meeting.plain(bias),
         input.shape[0],
         input.shape[1],

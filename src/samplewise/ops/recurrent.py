@@ -89,11 +89,12 @@ def run(kind: str, gates: Tensor, first: list[Tensor], w_hh: Tensor, b_hh: Any, 
     hx = first if kind == "lstm" else first[0]
     if backwards:
         gates = reversed_steps(gates, batch_sizes)
+    # "training" alone lets cuDNN run backward; there is no dropout
     weights = [identity, w_hh, nothing, nothing if b_hh is None else b_hh]
     if batch_sizes is None:
-        y, *ends = KERNELS[kind](gates, hx, weights, True, 1, 0.0, False, False, False)
+        y, *ends = KERNELS[kind](gates, hx, weights, True, 1, 0.0, True, False, False)
     else:
-        y, *ends = KERNELS[kind](gates, batch_sizes, hx, weights, True, 1, 0.0, False, False)
+        y, *ends = KERNELS[kind](gates, batch_sizes, hx, weights, True, 1, 0.0, True, False)
     return (reversed_steps(y, batch_sizes) if backwards else y), *ends
 
 

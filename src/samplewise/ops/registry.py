@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -22,6 +22,13 @@ class Use:
     keep: tuple[Tensor, ...] = ()
 
 
+class Taps(Protocol):
+    """Puts taps and gates into the graph, as `intercept.Intercept` does."""
+
+    def tap(self, meeting: "Meeting", t: Tensor) -> Tensor: ...
+    def gate(self, meeting: "Meeting", weight: Tensor, spread: Tensor, factor_of: FactorOf) -> Tensor: ...
+
+
 @dataclass
 class Meeting:
     """One op call in which weights meet data, as its rule sees it.
@@ -38,14 +45,19 @@ class Meeting:
     layout_of: Callable[[Tensor], Layout | None]
     """The samples of an argument; None if it does not depend on the batch."""
     is_weight: Callable[[Any], bool]
-    gate: Callable[[Tensor, Tensor, FactorOf], Tensor]
-    """gate(weight, spread, factor_of): `spread` again, handing the gradient that it gets to `factor_of`."""
-    tap: Callable[[Tensor], Tensor]
-    """tap(t): `t` again, whose gradient goes to the uses so far; for a rule that taps something else than its result."""
+    taps: "Taps"
     first_layout: Layout
     how: str = "rule"
     uses: list[Use] = field(default_factory=list)
     marks: list[Layout] | None = None
+
+    def gate(self, weight: Tensor, spread: Tensor, factor_of: FactorOf) -> Tensor:
+        """`spread` again, handing the gradient that it gets to `factor_of` for the weight."""
+        return self.taps.gate(self, weight, spread, factor_of)
+
+    def tap(self, t: Tensor) -> Tensor:
+        """`t` again, whose gradient goes to the uses so far; for a rule that taps something else than its result."""
+        return self.taps.tap(self, t)
 
     def marked(self, results: list[Tensor], layouts: list[Layout]) -> tuple[Tensor, ...]:
         """The results of a rule that knows their layouts itself."""
