@@ -2,10 +2,20 @@
 
 import fuzz
 import pytest
+import torch
 
 from samplewise.factors.outer import Outer
 
 NUM_IN_A_TEST = 50
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Models this small are slower on several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("first", range(0, 300, NUM_IN_A_TEST))

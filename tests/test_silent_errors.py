@@ -804,9 +804,6 @@ ISOLATED = {
     ),
     "any op": (lambda: Fn(lambda s, x: torch.einsum("bi,ij,jo->bo", x, s.u, s.v), u=(5, 2), v=(2, 3)), (B, 5)),
     "broadcast product": (lambda: Fn(lambda s, x: x @ s.w, w=(2, 5, 3)), (B, 1, 6, 5)),
-    "weight with a row a sample": (
-        lambda: Fn(lambda s, x: torch.einsum("bti,bi->bti", x, s.w.repeat(len(x), 1)), w=(1, 5)), (B, 6, 5),
-    ),
 }  # fmt: skip
 
 
@@ -826,6 +823,13 @@ def test_a_bad_sample_does_not_spoil_the_others(name, bad):
         assert relative_error(grads[name].materialize()[others], good[name].materialize()) < TOLERANCE
         assert relative_error(grads.weighted_sum(w)[name], good.weighted_sum(w[others])[name]) < TOLERANCE
         assert relative_error(grads.clipped_sum(max_norm=0.5)[name], good.clipped_sum(max_norm=0.5)[name]) < TOLERANCE
+
+
+def test_a_bad_sample_beside_a_weight_with_a_row_a_sample_is_refused():
+    model, x = Fn(lambda s, x: torch.einsum("bti,bi->bti", x, s.w.repeat(len(x), 1)), w=(1, 5)).double(), data(B, 6, 5)
+    x[2, 0, 0] = float("nan")
+    with pytest.raises(SamplewiseError, match="Leave out samples that are not finite"):
+        run_capture(model, rows, x)
 
 
 BOUNDED = ["channels_last", "permuted conv", "grouped conv", "depthwise conv", "padding_mode circular", "tied layers",

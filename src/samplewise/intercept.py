@@ -63,7 +63,7 @@ class Intercept(TorchFunctionMode):
         weights: list[tuple[Tensor, Weight]] = []
         for t in tensors:
             if (mark := self.marks.get(t)) is not None:
-                if not routes(name, t, mark):
+                if not routes(name, t, mark, args):
                     data.append((t, mark))
             elif (weight := self.weights.get(t)) is not None:
                 if weight.is_data:

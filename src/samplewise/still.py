@@ -86,3 +86,37 @@ def twin(module: nn.Module) -> nn.Module:
     vars(copied)["_buffers"] = {k: None if b is None else b.detach().clone() for k, b in module._buffers.items()}
     vars(copied)["_modules"] = {k: None if m is None else twin(m) for k, m in module._modules.items()}
     return copied
+
+
+@contextmanager
+def attributes_put_back(module: nn.Module) -> Iterator[None]:
+    """Attributes and buffers as they were, for a forward that reaches the module itself and not its twin."""
+    modules = list(module.modules())
+    attributes = [{k: (v, copy.copy(v) if isinstance(v, list | dict | set) else None) for k, v in _own(m)} for m in modules]
+    buffers = [(b, b._version, b.detach().clone()) for b in module.buffers()]
+    try:
+        yield
+    finally:
+        for m, before in zip(modules, attributes, strict=True):
+            for k, _ in _own(m):
+                if k not in before:
+                    del vars(m)[k]
+            for k, (value, contents) in before.items():
+                vars(m)[k] = value
+                if isinstance(value, list):
+                    value[:] = contents or []
+                elif isinstance(value, dict | set):
+                    value.clear()
+                    value.update(contents or ())
+        with torch.no_grad():
+            for b, version, before in buffers:
+                if b._version != version:
+                    b.copy_(before)
+
+
+def _own(module: nn.Module) -> list[tuple[str, Any]]:
+    """The attributes that the module's class or user gave it, beside those that every module has."""
+    return [(k, v) for k, v in vars(module).items() if k not in INTERNAL]
+
+
+INTERNAL = frozenset(vars(nn.Module()))

@@ -17,7 +17,7 @@ from samplewise.errors import SamplesMixError, SamplewiseError
 from samplewise.intercept import paused
 from samplewise.queries import Grads, capture
 from samplewise.samples import Layout, Mixed
-from samplewise.still import Still, same_randomness, twin
+from samplewise.still import Still, attributes_put_back, same_randomness, twin
 
 TOLERANCE = {torch.float64: 1e-6, torch.complex128: 1e-6, torch.float32: 1e-2, torch.complex64: 1e-2}
 """How far a gradient may be from truth, relative to its norm; half precision may be off by 0.2. A wrong rule is off by more."""
@@ -136,7 +136,7 @@ def _verification(
 
     args, kwargs = tree_map_only(Tensor, copied, (args, kwargs))
     model = twin(module)
-    with Still(), torch.enable_grad():
+    with attributes_put_back(module), Still(), torch.enable_grad():
         with capture(model, verify=False, **options) as grads:
             for t, layout in copies:
                 grads.marks.set(t, layout)

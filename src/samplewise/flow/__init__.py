@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from samplewise.flow.call import ADDING, Call, Handler, Several, aligned, elementwise, is_in_place, op_name
 from samplewise.flow.meets import (
@@ -65,15 +66,18 @@ PATTERNS = {"to", "type_as", "view_as", "reshape_as", "expand_as", "is_same_size
 """Ops whose further tensors only lend their shape or type."""
 
 
-def routes(name: str, t: Tensor, mark: Mark) -> bool:
+def routes(name: str, t: Tensor, mark: Mark, args: tuple) -> bool:
     """Whether this argument of the op only tells where rows go, and is of no one sample."""
-    return name in ROUTING and isinstance(mark, Mixed | Lost) and mark.discrete
+    tells = name in ROUTING and t.dtype in DISCRETE and not (args and t is args[0] and name != "embedding_bag")
+    return tells and isinstance(mark, Mixed | Lost) and mark.discrete
 
 
 def flow(call: Call) -> Mark | Several | None:
     """The mark of the call's results."""
     mark = _flow(call)
-    if all(t.dtype in DISCRETE or mark.discrete for t, mark in call.marks):
+    discrete = {id(t) for t, mark in call.marks if mark.discrete}
+    tensors = [t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)]
+    if all(t.dtype in DISCRETE or id(t) in discrete for t in tensors):
         if isinstance(mark, Mixed | Lost):
             return replace(mark, discrete=True)
         if isinstance(mark, Layout) and not mark.discrete:

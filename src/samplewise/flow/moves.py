@@ -145,8 +145,11 @@ def added_along(call: Call) -> Mark:
     layouts = {id(t): mark for t, mark in call.marks if isinstance(mark, Layout)}
     if id(source) not in layouts:
         return layouts[id(target)] if id(target) in layouts else Lost(call.name)
-    dim, index = dim % max(1, target.ndim), index.cpu()
+    dim = dim % max(1, target.ndim)
     of_source = layouts[id(source)].ids
+    if all(layout.ids.shape[dim] == 1 for layout in (layouts.get(id(t)) for t in (target, source)) if layout is not None):
+        return merged(call, [layouts[id(t)].ids for t in (target, source) if id(t) in layouts])
+    index = index.cpu()
     shape = list(of_source.shape)
     of_source = of_source.expand([*shape[:dim], len(index), *shape[dim + 1 :]])
     shape[dim] = target.shape[dim]

@@ -54,6 +54,8 @@ def added_product(meeting: Meeting, input: Tensor, *args: Any, beta: Any = 1, al
         if len(data) != 1:
             return NotImplemented
         ((x, term),) = data
+        if any(term[d] not in letters.out for d in meeting.layout(x).dims):
+            return NotImplemented
         layout = Layout(along(meeting.layout(x).ids, term, letters.out), meeting.layout(x).num_samples)
         meeting.use(input, lambda g: spread_sum(g * beta, layout, tuple(input.shape)))
     plain = [meeting.plain(a) for a in (input, *args)]
