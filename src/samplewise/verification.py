@@ -20,7 +20,12 @@ from samplewise.samples import Layout, Mixed
 from samplewise.still import Still, attributes_put_back, same_randomness, twin
 
 TOLERANCE = {torch.float64: 1e-6, torch.complex128: 1e-6, torch.float32: 1e-2, torch.complex64: 1e-2}
-"""How far a gradient may be from truth, relative to its norm; half precision may be off by 0.2. A wrong rule is off by more."""
+"""How far a gradient may be from truth, relative to its norm. A wrong rule is off by more."""
+HALF = 0.2
+"""The same for half precision."""
+HALF_SUMS = 0.75
+"""For gradients in half precision, where it is truth that is off: torch's own sum over 70,000 rows loses half of it. Samples
+mistaken for one another are still off by more."""
 
 VERIFIED: weakref.WeakKeyDictionary[nn.Module, set] = weakref.WeakKeyDictionary()
 """The kinds of calls of each model that were found right."""
@@ -238,7 +243,9 @@ def _compared(grads: Grads, outputs: list[Output | None], alone: dict[int, list[
             off, norm = float((G - T).norm()), float(T.norm())
             errors[name] = max(errors[name], off / (norm or 1.0))
             # a gradient that is zero but for rounding is compared with the others
-            right[name] = right[name] and off <= allowed * norm + 1e-2 * allowed * overall
+            right[name] = (
+                right[name] and off <= (HALF_SUMS if allowed == HALF else allowed) * norm + 1e-2 * allowed * overall
+            )
     rows = tuple(_row(name, grads, errors[name], right[name]) for name in parameters)
     return Verification(rows, tuple(alone), output_error, agree)
 
@@ -303,7 +310,7 @@ def _dtypes(grads: Grads, outputs: list[Output | None]) -> set[torch.dtype]:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    return TOLERANCE.get(dtype, 0.2)
+    return TOLERANCE.get(dtype, HALF)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
