@@ -1,4 +1,11 @@
-"""The gradient of every sample in a batch, for any PyTorch model, and answers about them without building them."""
+"""The gradient of every sample in a batch, for any PyTorch model, and answers about them without building them.
+
+The way of the data: the model is called inside `capture` → each op is seen (`intercept`) → where a parameter meets data, the
+op's rule (`ops`) runs it without a weight gradient and says how the gradient of its result becomes a factor (`factors`) →
+which rows belong to which sample is known from marks that follow the ops (`samples`, `flow`) → backward hands the gradient over
+(`tap`) → values computed from parameters alone are pulled back (`weights`) → the factors of one parameter are joined and
+asked (`queries`). The first call of its kind is checked against samples run alone (`verification`).
+"""
 
 from samplewise.errors import SamplesMixError, SamplewiseError, UnattributedError
 from samplewise.expanded_weights import call_for_per_sample_grads
