@@ -25,7 +25,7 @@ bench: .venv/bench
 	$(BIN)/python benchmarks/step.py
 
 test-gpu:
-	$(PYTHON) -m pytest -m gpu tests
+	PYTHONPATH=src $(PYTHON) -m pytest tests/test_gpu.py -W default
 
 # .venv/EXTRA stands for "installed with that extra".
 .venv/bin/uv:
