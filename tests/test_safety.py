@@ -321,6 +321,26 @@ def test_refuses(name):
     assert all(p.grad is None for p in model.parameters())
 
 
+def _stale_view(s, x):
+    whole = x.clone()
+    part = whole[:, :2]
+    whole.copy_(x.flip(0))  # the samples of `part` change with it
+    return s.l(part)
+
+
+def _stale_base(s, x):
+    whole = x.clone()
+    whole[:, :2].copy_(x[:, :2].flip(0))
+    return s.l(whole[:, :2])
+
+
+@pytest.mark.parametrize("forward", [_stale_view, _stale_base])
+def test_other_samples_written_into_shared_memory_are_refused(forward):
+    model = Fn(forward, l=nn.Linear(2, 2)).double()
+    with sw.capture(model, verify=False), pytest.raises(SamplewiseError, match="a write into a view|mixed the samples"):
+        model(data(4, 3))
+
+
 LOSSES = {
     "contrastive": (lambda z, y: F.cross_entropy(z @ z.T, torch.arange(4)), "mixes samples"),
     "normalised by the batch": (lambda z, y: (z / z.sum()).square().sum(), "mixes samples"),

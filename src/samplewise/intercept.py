@@ -269,10 +269,13 @@ class Intercept(TorchFunctionMode):
             self._set_mark(target, next(mark for _, mark in call.marks if not isinstance(mark, Layout)), in_place=True)
 
     def _set_mark(self, t: Tensor, mark: Mark, *, in_place: bool) -> None:
-        """Marks `t`; writing other samples into a view leaves it open what the whole tensor holds."""
-        base = t._base if in_place else None
-        if base is not None and not same_samples(mark, self.marks.get(t)):
-            self.marks.set(base, Lost("a write into a view"))
+        """Marks `t`; writing other samples into it leaves it open what tensors that share its memory hold."""
+        if in_place and not same_samples(mark, self.marks.get(t)):
+            base = t if t._base is None else t._base
+            others = [other for other in self.marks.tensors() if other._base is base]
+            for other in (*others, base):
+                if other is not t:
+                    self.marks.set(other, Lost("a write into a view"))
         self.marks.set(t, mark)
 
     def _layouts(self, name: str, data: list[tuple[Tensor, Mark]], weights: list) -> list[tuple[Tensor, Layout]]:

@@ -161,6 +161,10 @@ class Marks(Generic[M]):
         entry = self._entries.get(id(t))
         return entry[1] if entry is not None and entry[0]() is t else None
 
+    def tensors(self) -> list[Tensor]:
+        """The marked tensors that are alive."""
+        return [t for ref, _ in list(self._entries.values()) if (t := ref()) is not None]
+
     def set(self, t: Tensor, mark: M) -> None:
         key, entries = id(t), self._entries
 
