@@ -18,6 +18,7 @@ from samplewise.factors.base import Factor
 from samplewise.intercept import Intercept
 from samplewise.losses import check_loss
 from samplewise.samples import Layout, Lost, Mark, Marks
+from samplewise.sight import close_eyes, open_eyes
 from samplewise.tap import Note, Targets
 from samplewise.watching import Watch
 from samplewise.weights import Weights
@@ -47,11 +48,6 @@ class Capture:
             raise SamplewiseError(
                 f"submodule {scripted[0]!r} is a ScriptModule, whose ops cannot be seen from Python. "
                 "Capture the module that it was scripted from."
-            )
-        if type(model).__name__ == "OptimizedModule":
-            raise SamplewiseError(
-                "the model is compiled, and its ops cannot be seen from outside. Capture what it was compiled from: "
-                "capture(model._orig_mod), and run that."
             )
         self.model = model
         if sample_ids is not None:
@@ -98,6 +94,7 @@ class Capture:
                     "takes. Give each its own parameters: capture(model, params=[...])."
                 )
         self._was_entered = True
+        open_eyes()
         self._watch_modules()
         self._guard_parameters()
         self._is_open = True
@@ -111,6 +108,7 @@ class Capture:
         self._intercept = None  # it holds this capture, and what that holds should be freed without a search for cycles
         self._is_open = False
         self._let_go()
+        close_eyes()
 
     def _shared_with(self, mode: Any) -> list[str]:
         if not isinstance(mode, Intercept) or mode.is_paused:
@@ -125,8 +123,7 @@ class Capture:
 
     def _watch_modules(self) -> None:
         """Tensors passed to the model, or to a part of it, from outside are the batch."""
-        outside_compiled = (m for name, m in self.model.named_modules() if "_orig_mod" not in name.split("."))
-        self._handles.append(Watch(self, outside_compiled))
+        self._handles.append(Watch(self, self.model.modules()))
 
     def entered(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Hears that a module of the model is called."""

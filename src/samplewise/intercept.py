@@ -9,18 +9,19 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import samplewise.ops  # noqa: F401  (registers the rules)
 from samplewise.errors import SamplesMixError, UnattributedError
 from samplewise.factors.dense import Dense
 from samplewise.flow import ELEMENTWISE, PATTERNS, Call, Several, flow, is_in_place, op_name, routes, written
 from samplewise.ops.foreign import FOREIGN, ExpandedWeight
-from samplewise.ops.generic import GenericFactor, generic
+from samplewise.ops.generic import Generic
 from samplewise.ops.pointwise import pointwise
 from samplewise.ops.registry import EXPANSIONS, RULES, FactorOf, Meeting
 from samplewise.samples import Layout, Lost, Mark, Mixed
 from samplewise.saving import kept_as_is
+from samplewise.sight import CustomFunction
 from samplewise.tap import Gate, Note, Recorder, Tap, Targets, is_wanted
 from samplewise.weights import Weight
 
@@ -67,7 +68,7 @@ class Intercept(TorchFunctionMode):
                     data.append((t, mark))
             elif (weight := self.weights.get(t)) is not None:
                 if weight.is_data:
-                    data.append((t, Lost("code that was not seen")))
+                    data.append((t, self.marks.recalled(t) or Lost("code that was not seen")))
                 else:
                     weights.append((t, weight))
         if func is torch.autograd.backward:
@@ -86,18 +87,29 @@ class Intercept(TorchFunctionMode):
         if meets and func in FOREIGN:
             return self._foreign(func, name, args, kwargs, data, weights)
         if not (meets and func in RULES) and func not in self._inside and (inside := without_override(func)) is not None:
-            self._inside.append(func)
+            if func is not torch.autograd.backward:  # which a reentrant checkpoint calls again inside
+                self._inside.append(func)
             try:
                 with self:
                     return inside(*args, **kwargs)
             finally:
-                self._inside.pop()
+                if func is not torch.autograd.backward:
+                    self._inside.pop()
         if meets:
             return self._meet(func, name, args, kwargs, data, weights)
         if not data:
             return self._derive(func, name, args, kwargs, weights)
+        if isinstance(func, CustomFunction):
+            return self._custom(func, name, args, kwargs, data)
         out = func(*args, **kwargs)
         self._mark(Call(name, func, args, kwargs, out, data))
+        return out
+
+    def _custom(self, func: CustomFunction, name: str, args: tuple, kwargs: dict, data: list[tuple[Tensor, Mark]]) -> Any:
+        """Somebody's `autograd.Function` of data: where its samples lie shows inside, or by trying."""
+        out = self._watched(func)(*args, **kwargs)
+        if any(isinstance(t, Tensor) and self.marks.get(t) is None for t in tree_leaves(out)):
+            self._mark(Call(name, func, args, kwargs, out, data))
         return out
 
     def _constant(self, func: Callable, args: tuple, kwargs: dict, tensors: list[Tensor]) -> Any:
@@ -112,6 +124,8 @@ class Intercept(TorchFunctionMode):
     def _refuse_strangers(self, name: str, tensors: list[Tensor], weights: list) -> None:
         """A tensor with a row a sample that came from outside and is not marked would pass for a constant."""
         B, dim = self.recorder.batch_size, self.recorder.batch_dim
+        if torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled():
+            return  # the formula of somebody's backward
         for t in tensors:
             if t.requires_grad or self.recorder.constants.get(t) or B in (None, 1) or t.ndim <= dim or t.shape[dim] != B:
                 continue
@@ -144,19 +158,7 @@ class Intercept(TorchFunctionMode):
             meeting.how = "elementwise"
             y = pointwise(meeting)
         if y is NotImplemented:
-            meeting.uses.clear()
-            if is_in_place(func):
-                raise UnattributedError(
-                    f"{describe(weights)} is written by {name} into a tensor in place, which samplewise cannot follow. "
-                    "Write the op out of place (torch.cat, torch.where, x + w)."
-                )
-            meeting.how = "generic"
-            y = generic(meeting)
-        if y is NotImplemented:
-            raise UnattributedError(
-                f"{describe(weights)} is used by {name}, which has several results and no rule of its own. Write the op in "
-                f"simpler ones, or leave the parameter out: capture(model, exclude={names_of(weights)})."
-            )
+            return self._meet_generic(meeting, data, weights)
         if meeting.marks is not None:
             for t, layout in zip(y, meeting.marks, strict=True):
                 self.marks.set(t, layout)
@@ -169,12 +171,46 @@ class Intercept(TorchFunctionMode):
         if not isinstance(mark, Layout) or mark.has_strays:
             self._refuse(name, mark, weights)
         if meeting.uses:
-            for use in meeting.uses:
-                if isinstance(use.factor_of, GenericFactor):
-                    use.factor_of.result_layout = mark
             y = self.tap(meeting, y)
         self.marks.set(y, mark)
         return y
+
+    def _meet_generic(self, meeting: Meeting, data: list[tuple[Tensor, Mark]], weights: list) -> Any:
+        """Runs any op, and taps each of its results."""
+        name, func = meeting.name, meeting.func
+        if is_in_place(func):
+            raise UnattributedError(
+                f"{describe(weights)} is written by {name} into a tensor in place, which samplewise cannot follow. "
+                "Write the op out of place (torch.cat, torch.where, x + w)."
+            )
+        meeting.uses.clear()
+        meeting.how = "generic"
+        run = Generic(meeting, self._watched(func))
+        results = [t for t in tree_leaves(run.out) if isinstance(t, Tensor)]
+        inside = [self.marks.get(t) for t in results]
+        marks = inside if all(inside) else flow(Call(name, func, meeting.args, meeting.kwargs, results[0], data, results))
+        tapped: dict[int, Tensor] = {}
+        for k, t in enumerate(results):
+            mark = marks[k] if isinstance(marks, list) else marks
+            if not isinstance(mark, Layout) or mark.has_strays:
+                self._refuse(name, mark, weights)
+            tapped[id(t)] = t
+            if t.requires_grad:  # not integers, not comparisons
+                run.use(k, t, mark)
+                tapped[id(t)] = self.tap(meeting, t)
+            self.marks.set(tapped[id(t)], mark)
+        return tree_map_only(Tensor, lambda t: tapped[id(t)], run.out)
+
+    def _watched(self, func: Callable) -> Callable:
+        """The function, its inside watched if it is somebody's `autograd.Function`: where its samples lie shows there."""
+        if not isinstance(func, CustomFunction):
+            return func
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return func.without_override(*args, **kwargs)
+
+        return run
 
     def _meeting(
         self, func: Callable, name: str, args: tuple, kwargs: dict, data: list[tuple[Tensor, Mark]], weights: list

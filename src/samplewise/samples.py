@@ -3,10 +3,11 @@
 import weakref
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 NO_SAMPLE = -1
 """The id of elements that belong to no sample (rows of a constant in a `torch.cat` with data)."""
@@ -156,6 +157,7 @@ class Marks(Generic[M]):
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[Tensor], M]] = {}
+        self._recomputed: dict[Any, tuple[StorageWeakRef, M]] = {}
 
     def get(self, t: Tensor) -> M | None:
         entry = self._entries.get(id(t))
@@ -174,3 +176,17 @@ class Marks(Generic[M]):
                 del entries[key]
 
         entries[key] = (weakref.ref(t, forget), mark)
+        if torch._C._current_graph_task_id() != -1:
+            self._recomputed[_memory(t)] = (StorageWeakRef(t.untyped_storage()), mark)
+
+    def recalled(self, t: Tensor) -> M | None:
+        """The mark of a tensor on the same memory that was made during this backward.
+
+        A checkpoint inside a checkpoint gives back what was computed again as another tensor.
+        """
+        entry = self._recomputed.get(_memory(t))
+        return entry[1] if entry is not None and not entry[0].expired() else None
+
+
+def _memory(t: Tensor) -> Any:
+    return t.data_ptr(), t.shape, t.stride(), t.dtype

@@ -86,6 +86,8 @@ class Weights:
 
 def _nodes_behind(t: Tensor) -> set[Any]:
     """All nodes of the graph that a backward from `t` would walk."""
+    if t.is_leaf and t._is_view():  # made of a leaf without grad: no graph
+        return set()
     seen, stack = set(), [get_gradient_edge(t).node]
     while stack:
         node = stack.pop()

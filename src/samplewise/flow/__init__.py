@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from samplewise.flow.call import ADDING, Call, Handler, Several, aligned, elementwise, is_in_place, op_name
+from samplewise.flow.call import ADDING, Call, Handler, Several, aligned, elementwise, is_in_place, is_torchs, op_name
 from samplewise.flow.meets import (
     along_dim,
     attention,
@@ -20,6 +20,7 @@ from samplewise.flow.meets import (
     class_loss,
     compared,
     contracted,
+    crossed,
     embedded,
     fourier,
     images,
@@ -46,14 +47,27 @@ from samplewise.flow.moves import (
     indexed_along,
     last_dim_changed,
     permuted,
+    put,
     repeated,
     reshaped,
     written,
 )
 from samplewise.flow.probe import probed
-from samplewise.samples import Layout, Lost, Mark, Mixed
+from samplewise.samples import NO_SAMPLE, Layout, Lost, Mark, Mixed
 
-__all__ = ["ELEMENTWISE", "PATTERNS", "Call", "Several", "aligned", "flow", "is_in_place", "op_name", "routes", "written"]
+__all__ = [
+    "ELEMENTWISE",
+    "PATTERNS",
+    "Call",
+    "Several",
+    "aligned",
+    "flow",
+    "is_in_place",
+    "is_torchs",
+    "op_name",
+    "routes",
+    "written",
+]
 
 ROUTING = set(
     "getitem setitem index_select index_add index_copy index_put gather take_along_dim grouped_mm repeat_interleave "
@@ -97,11 +111,11 @@ def _flow(call: Call) -> Mark | Several | None:
         return Lost(call.name)  # its shape before is gone
     if any(isinstance(mark, Mixed) for mark in marks):
         return _flow_of_mixed(call, handler)
-    if marks[0].num_samples == 1:  # type: ignore[union-attr]
-        return Several(
-            [call.layout(torch.zeros([1] * t.ndim, dtype=torch.long, device="cpu")) for t in call.results or [call.out]]
-        )
-    return handler(call) if handler else probed(call)
+    ids = {int(mark.ids) if mark.ids.numel() == 1 else None for mark in marks if isinstance(mark, Layout)}
+    if len(ids) == 1 and None not in ids and NO_SAMPLE not in ids:  # all of one sample, whatever the op does with it
+        return Several([call.layout(torch.full([1] * t.ndim, *ids, device="cpu")) for t in call.results or [call.out]])
+    mark = handler(call) if handler else Lost(call.name)
+    return probed(call) if isinstance(mark, Lost) else mark
 
 
 def _flow_of_mixed(call: Call, handler: Handler | None) -> Mark:
@@ -222,6 +236,8 @@ HANDLERS: dict[str, Handler] = {
     "broadcast_tensors": broadcast,
     "bilinear": paired_rows,
     "cosine_similarity": compared,
+    **dict.fromkeys(["cross", "linalg_cross"], crossed),
+    "index_put": put,
     "pack_padded_sequence": packed,
     "pad_packed_sequence": unpacked,
     **dict.fromkeys(["lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"], cell),

@@ -1,5 +1,6 @@
 """One op call, and what all handlers of calls share."""
 
+import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from samplewise.samples import NO_SAMPLE, Layout, Mark, Mixed
+from samplewise.sight import CustomFunction
 
 
 @dataclass
@@ -50,11 +52,30 @@ Handler = Callable[[Call], Mark | Several | None]
 
 
 def op_name(func: Callable) -> str:
-    """The op's plain name: `add` for `torch.add`, `Tensor.add_`, `Tensor.__add__` and `torch.ops.aten.add.Tensor`."""
+    """The op's plain name: `add` for `torch.add`, `Tensor.add_`, `Tensor.__add__` and `torch.ops.aten.add.Tensor`.
+
+    Ops that are not torch's own keep their namespace: `mine::add` may be anything.
+    """
     name = getattr(func, "__name__", type(func).__name__)
+    if not is_torchs(func):
+        return getattr(_packet(func), "_qualified_op_name", f"custom {name}")
     if name in ("__get__", "__set__"):
         name = func.__self__.__name__  # type: ignore[attr-defined]
     return name.split(".")[0].strip("_")
+
+
+def is_torchs(func: Callable) -> bool:
+    """Whether the function is one of torch, and not an op or an `autograd.Function` that somebody registered."""
+    if isinstance(func, types.FunctionType):
+        return (func.__module__ or "torch").partition(".")[0] in ("torch", "samplewise")
+    return not isinstance(func, CustomFunction) and getattr(_packet(func), "_qualified_op_name", "aten::").startswith(
+        "aten::"
+    )
+
+
+def _packet(func: Callable) -> Any:
+    """All overloads of a registered op together."""
+    return getattr(func, "_overloadpacket", func)
 
 
 def is_in_place(func: Callable) -> bool:

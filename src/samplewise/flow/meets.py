@@ -265,6 +265,14 @@ def compared(call: Call) -> Mark:
     return call.layout(met.ids.squeeze(dim))
 
 
+def crossed(call: Call) -> Mark:
+    """cross(x, y, dim): the three elements along the dimension meet."""
+    ndim = call.out.ndim
+    met = merged(call, [aligned(mark.ids, ndim) for _, mark in call.marks if isinstance(mark, Layout)])
+    dim = call.arg(2, "dim", -1 if call.name == "linalg_cross" else None)
+    return call.mixed() if dim is None or (isinstance(met, Layout) and dim % ndim in met.dims) else met
+
+
 def class_loss(call: Call) -> Mark:
     """Cross entropy: the class dimension goes; a mean over rows that do not all count gives samples unequal weight."""
     tensor, layout = call.subject

@@ -1,5 +1,6 @@
 """Ops that only move elements: what they do to a tensor they do to its sample ids."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -137,6 +138,16 @@ def written(call: Call, before: Layout | None) -> Mark:
     ids = ids.expand([*target.shape[:consumed], *ids.shape[consumed:]]).clone()
     ids[index] = aligned(of_value.ids, ids[index].ndim)
     return Layout(compressed(ids), of_value.num_samples)
+
+
+def put(call: Call) -> Mark:
+    """x.index_put(indices, values): as x[indices] = values."""
+    tensor, indices, values = call.args[0], call.arg(1, "indices"), call.arg(2, "values")
+    before = next((mark for t, mark in call.marks if t is tensor), None)
+    if call.arg(3, "accumulate", False) or any(t is not tensor and t is not values for t, _ in call.marks):
+        return Lost(call.name)
+    assert before is None or isinstance(before, Layout)
+    return written(replace(call, args=(tensor, tuple(indices), values)), before)
 
 
 def added_along(call: Call) -> Mark:

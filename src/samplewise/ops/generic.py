@@ -1,5 +1,6 @@
 """Any differentiable op: exact, from the op's own backward, one sample at a time."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,44 +10,53 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samplewise.errors import UnattributedError
 from samplewise.factors.dense import Dense
+from samplewise.flow import is_torchs
 from samplewise.ops.registry import Meeting
 from samplewise.samples import Layout
 from samplewise.saving import kept_as_is
 
 
-def generic(meeting: Meeting) -> Any:
-    """Runs the op on stand-ins for the weights that do need a gradient, beside the main graph.
+class Generic:
+    """A call run on stand-ins for its weights that do need a gradient, beside the main graph.
 
-    G[b] = the op's vector-Jacobian product of g with everything but the rows of sample b left out. The layout of the
-    result, which tells those rows, is filled in by the caller as `result_layout`.
+    G[b] = the op's vector-Jacobian product of g with everything but the rows of sample b left out.
     """
-    stand_ins: dict[int, Tensor] = {}
 
-    def stand_in(t: Tensor) -> Tensor:
-        if not meeting.is_weight(t):
+    def __init__(self, meeting: Meeting, run: Callable[..., Any]):
+        self.meeting = meeting
+        self.stand_ins: dict[int, Tensor] = {}
+        self.tensors = [t for t in tree_leaves((meeting.args, meeting.kwargs)) if isinstance(t, Tensor)]
+        args, kwargs = tree_map_only(Tensor, self._stand_in, (meeting.args, meeting.kwargs))
+        with kept_as_is():
+            self.out = run(*args, **kwargs)
+
+    def _stand_in(self, t: Tensor) -> Tensor:
+        if not self.meeting.is_weight(t):
             return t
-        return stand_ins.setdefault(id(t), t.detach().requires_grad_())
+        return self.stand_ins.setdefault(id(t), t.detach().requires_grad_())
 
-    tensors = [t for t in tree_leaves((meeting.args, meeting.kwargs)) if isinstance(t, Tensor)]
-    args, kwargs = tree_map_only(Tensor, stand_in, (meeting.args, meeting.kwargs))
-    with kept_as_is():
-        y = meeting.func(*args, **kwargs)
-    if not isinstance(y, Tensor):
-        return NotImplemented
-    if not y.requires_grad:  # integers, comparisons
-        return y
-    edge = get_gradient_edge(y)
-    data = tuple(t for t in tensors if meeting.is_data(t))
-    for weight in {id(t): t for t in tensors if meeting.is_weight(t)}.values():
-        meeting.use(weight, GenericFactor(meeting, edge, stand_ins[id(weight)], weight, data), keep=data)
-    return y
+    def use(self, place: int, y: Tensor, layout: Layout) -> None:
+        """Records the uses of the weights in one result of the call, which stands at this place among its results."""
+        data = tuple(t for t in self.tensors if self.meeting.is_data(t))
+        for weight in {id(t): t for t in self.tensors if self.meeting.is_weight(t)}.values():
+            factor = GenericFactor(self.meeting, place, y, self.stand_ins[id(weight)], weight, data, layout)
+            self.meeting.use(weight, factor, keep=data)
 
 
 class GenericFactor:
     """g → Dense, through the graph of one op call."""
 
-    def __init__(self, meeting: Meeting, edge: Any, stand_in: Tensor, weight: Tensor, data: tuple[Tensor, ...]):
-        self.edge, self.stand_in = edge, stand_in
+    def __init__(
+        self,
+        meeting: Meeting,
+        place: int,
+        y: Tensor,
+        stand_in: Tensor,
+        weight: Tensor,
+        data: tuple[Tensor, ...],
+        result_layout: Layout,
+    ):
+        self.place, self.edge, self.stand_in, self.result_layout = place, get_gradient_edge(y), stand_in, result_layout
         self.func, self.args, self.kwargs = meeting.func, *tree_map_only(Tensor, id, (meeting.args, meeting.kwargs))
         self.layouts = {id(t): meeting.layout(t) for t in data}
         self.others = {
@@ -56,20 +66,19 @@ class GenericFactor:
         }
         self.weight_id = id(weight)
         self.data_ids = [id(t) for t in data]
-        self.result_layout: Layout | None = None
 
     def __call__(self, g: Tensor, *data: Tensor) -> Dense:
-        assert self.result_layout is not None
         B, ids = self.result_layout.num_samples, self.result_layout.ids.to(g.device)
         if all(bool(t.isfinite().all()) for t in (g, *data)):
             rows = [self._vjp(self.edge, self.stand_in, torch.where(ids == b, g, 0)) for b in range(B)]
+            if not is_torchs(self.func):
+                self._refuse_other_sum(g, rows)
         else:  # left out by selection: what is not finite would pass through a product with zero
             rows = [self._alone(b, g, data) for b in range(B)]
         return Dense(torch.stack(rows) if rows else self.stand_in.new_zeros(0, *self.stand_in.shape))
 
     def _alone(self, b: int, g: Tensor, data: tuple[Tensor, ...]) -> Tensor:
         """The op once more on the rows of sample b."""
-        assert self.result_layout is not None
         if any(len(layout.dims) != 1 for layout in (self.result_layout, *self.layouts.values())):
             return self._vjp(self.edge, self.stand_in, torch.where(self.result_layout.ids.to(g.device) == b, g, 0))
         cut = {key: _rows_of(b, t, self.layouts[key]) for key, t in zip(self.data_ids, data, strict=True)}
@@ -79,13 +88,24 @@ class GenericFactor:
         args, kwargs = tree_map_only(int, lambda a: values[a] if a in known else a, (self.args, self.kwargs))
         own = _rows_of(b, g, self.result_layout)
         with torch.enable_grad():
-            y = self.func(*args, **kwargs)
+            y = tree_leaves(self.func(*args, **kwargs))[self.place]
         if y.shape != own.shape:  # the weight itself has a row a sample
             raise UnattributedError(
                 f"sample {b} or another is not finite, and {self.func.__name__} cannot be run on one sample alone to keep them "
                 "apart, because its weight has a row for each. Leave out samples that are not finite."
             )
         return self._vjp(y, weight, own)
+
+    def _refuse_other_sum(self, g: Tensor, rows: list[Tensor]) -> None:
+        """Somebody's own backward may mix samples, or change what it keeps: then its parts are not parts of its whole."""
+        whole = self._vjp(self.edge, self.stand_in, g)
+        terms, total = sum(row.abs() for row in rows), sum(rows)
+        if rows and bool(((total - whole).abs() > 64 * torch.finfo(g.dtype).eps * len(rows) ** 0.5 * terms.max()).any()):
+            raise UnattributedError(
+                f"the backward of {self.func.__name__} gives the whole batch something else than the sum of what it gives each "
+                f"sample (off by {float((total - whole).abs().max()):.1e}): it mixes samples, is not linear in the gradient, or "
+                "changes what it keeps. Write it in ops of torch, or leave its parameters out: capture(model, exclude=[...])."
+            )
 
     @staticmethod
     def _vjp(y: Any, weight: Tensor, g: Tensor) -> Tensor:

@@ -1,0 +1,62 @@
+"""What a mode does not see by itself, brought into its sight while captures are open.
+
+Compiled functions run op by op, and an `autograd.Function` asks for overrides as ops do.
+"""
+
+import inspect
+import sys
+import threading
+from typing import Any
+
+import torch
+from torch.overrides import handle_torch_function
+
+_apply = inspect.getattr_static(torch.autograd.Function, "apply")
+_lock = threading.Lock()
+_num_open = 0
+_stance: Any = None
+
+
+class CustomFunction:
+    """`apply` of somebody's `autograd.Function`, as a mode is told of it."""
+
+    def __init__(self, cls: type[torch.autograd.Function]):
+        self.cls = cls
+        self.__name__ = cls.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.cls.apply(*args, **kwargs)
+
+    def without_override(self, *args: Any, **kwargs: Any) -> Any:
+        """The call itself; ops inside are still told to the mode."""
+        return _apply.__get__(None, self.cls)(*args, **kwargs)
+
+
+def _seen_apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    ours = cls.__module__.partition(".")[0] in ("torch", "samplewise")  # checkpoints, hooks, taps
+    if ours or not torch._C._is_torch_function_mode_enabled() or torch._C._are_functorch_transforms_active():
+        return _apply.__get__(None, cls)(*args, **kwargs)
+    return handle_torch_function(CustomFunction(cls), (), *args, **kwargs)  # type: ignore[arg-type]
+
+
+def open_eyes() -> None:
+    """Makes the changes, if no capture of any thread is open yet."""
+    global _num_open, _stance
+    with _lock:
+        _num_open += 1
+        if _num_open == 1:
+            torch.autograd.Function.apply = classmethod(_seen_apply)  # type: ignore[method-assign, assignment]
+        if _stance is None and "torch._dynamo" in sys.modules:  # otherwise nothing can have been compiled
+            _stance = torch.compiler.set_stance("force_eager")
+
+
+def close_eyes() -> None:
+    """Undoes them, if no other capture is open."""
+    global _num_open, _stance
+    with _lock:
+        _num_open -= 1
+        if _num_open == 0:
+            torch.autograd.Function.apply = _apply  # type: ignore[method-assign]
+            if _stance is not None:
+                _stance.__exit__(None, None, None)
+                _stance = None

@@ -1,0 +1,151 @@
+"""What a mode does not see by itself: autograd.Functions, registered ops, compiled code."""
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import Fn
+from test_silent_errors import B, assert_right, data, linear, refused, two
+from torch import Tensor, nn
+
+import samplewise as sw
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile's own
+
+
+class InNumpy(torch.autograd.Function):
+    """sin, by code that torch does not see."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.from_numpy(np.sin(x.detach().numpy()))
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0].cos()
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return torch.from_numpy(x.detach().numpy() * w.detach().numpy())
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g * w, (g * x).sum(0)
+
+
+class TimesWeight(Scaled):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+
+class TwoResults(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w, 2 * x
+
+    @staticmethod
+    def backward(ctx, g, h):
+        x, w = ctx.saved_tensors
+        return g @ w.T + 2 * h, x.T @ g
+
+
+class Sign(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, w):
+        return w.sign()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+FUNCTIONS = {
+    "that leaves torch": lambda: Fn(lambda s, x: s.b(InNumpy.apply(s.a(x))), **two()),
+    "that leaves torch, residual": lambda: Fn(lambda s, x: s.b(InNumpy.apply(s.a(x))) + x, **two()),
+    "of a parameter, leaves torch": lambda: Fn(lambda s, x: Scaled.apply(s.a(x), s.w), a=linear(5, 5), w=(5,)),
+    "of a parameter, leaves torch, residual": lambda: Fn(lambda s, x: Scaled.apply(s.a(x), s.w) + x, a=linear(5, 5), w=(5,)),
+    "of a parameter in torch": lambda: Fn(lambda s, x: TimesWeight.apply(s.a(x), s.w) + x, a=linear(5, 5), w=(5,)),
+    "of a parameter, two results": lambda: Fn(lambda s, x: sum(TwoResults.apply(s.a(x), s.w)), a=linear(5, 5), w=(5, 5)),
+    "of a parameter alone": lambda: Fn(lambda s, x: s.a(x) @ Sign.apply(s.w), a=linear(5, 5), w=(5, 5)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_autograd_function(name):
+    assert_right(FUNCTIONS[name]().double(), data(B, 5))
+
+
+class InPlaceBackward(TimesWeight):
+    """Changes what it keeps where torch does not see it, as fused kernels do."""
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        x.data.mul_(2)
+        return g * w, (g * x).sum(0)
+
+
+class NormalisedBackward(TimesWeight):
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g * w, (g / g.norm() * x).sum(0)
+
+
+@pytest.mark.parametrize("function", [InPlaceBackward, NormalisedBackward])
+def test_autograd_function_whose_backward_is_not_a_sum_over_samples(function):
+    refused(Fn(lambda s, x: function.apply(x, s.w), w=(5,)).double(), data(B, 5), words="something else than the sum")
+
+
+@torch.library.custom_op("samplewise_tests::mul", mutates_args=())
+def mean_then_mul(x: Tensor, w: Tensor) -> Tensor:
+    return x.mean(1, keepdim=True) * w
+
+
+mean_then_mul.register_autograd(
+    lambda ctx, g: (
+        (g * ctx.w).sum(1, keepdim=True).expand_as(ctx.x) / ctx.x.shape[1],
+        (g * ctx.x.mean(1, keepdim=True)).sum(0),
+    ),
+    setup_context=lambda ctx, inputs, output: vars(ctx).update(x=inputs[0], w=inputs[1]),
+)
+
+
+def test_an_op_of_somebody_elses_is_not_taken_for_torchs_of_that_name():
+    assert_right(Fn(lambda s, x: mean_then_mul(s.a(x), s.w), a=linear(5, 5), w=(5,)).double(), data(B, 5))
+
+
+COMPILED = {
+    "function": lambda backend: Fn(lambda s, x: torch.compile(lambda a: F.gelu(a @ s.w), backend=backend)(x), w=(5, 5)),
+    "part": lambda backend: Fn(lambda s, x: s.b(x) + s.a(s.b(x)), **two(a=torch.compile(linear(5, 5), backend=backend))),
+    "model": lambda backend: torch.compile(nn.Sequential(linear(5, 5), nn.Tanh(), linear(5, 5)), backend=backend),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled(name, backend):
+    assert_right(COMPILED[name](backend).double(), data(B, 5))
+
+
+def test_captures_leave_the_compiler_and_functions_as_they_were():
+    apply = inspect.getattr_static(torch.autograd.Function, "apply")
+    model = torch.compile(linear(5, 5), backend="eager")
+    for _ in range(2):
+        with sw.capture(model):
+            assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+            with sw.capture(linear(5, 5)):
+                pass
+            assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+        assert torch._dynamo.eval_frame._stance.stance == "default"
+        assert inspect.getattr_static(torch.autograd.Function, "apply") is apply
