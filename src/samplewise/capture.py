@@ -17,7 +17,7 @@ from samplewise.errors import SamplewiseError, UnattributedError
 from samplewise.factors.base import Factor
 from samplewise.intercept import Intercept
 from samplewise.losses import check_loss
-from samplewise.samples import Layout, Lost, Mark, Marks
+from samplewise.samples import Layout, Lost, Mark, Marks, Mixed
 from samplewise.sight import close_eyes, open_eyes
 from samplewise.tap import Note, Targets
 from samplewise.watching import Watch
@@ -268,15 +268,16 @@ class Capture:
         their number.
         """
         mark = self.marks.get(losses)
-        in_order = not isinstance(mark, Layout) or mark.fold(0).axis == 0
+        check_loss(mark, None)
+        in_order = mark is None or (isinstance(mark, Layout) and mark.fold(0).axis == 0)
         by_row = self.sample_ids is not None and losses.shape == (self.num_rows,)
         if not by_row and (losses.shape != (self.batch_size,) or not in_order):
             raise UnattributedError(
                 f"grads.backward takes one loss a sample, shape ({self.batch_size},) in the order of the batch, "
-                f"got {tuple(losses.shape)}. Use reduction='none' and sum what belongs to one sample."
+                f"got {tuple(losses.shape)}{' summed over samples' if isinstance(mark, Mixed) else ''}. Use reduction='none' and "
+                "sum what belongs to one sample."
             )
         self._set_scale(1.0)
-        self.check_losses([(losses, mark)])
         losses.sum().backward()
 
     def check_losses(self, losses: list[tuple[Tensor, Mark | None]]) -> None:

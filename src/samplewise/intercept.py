@@ -12,14 +12,15 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import samplewise.ops  # noqa: F401  (registers the rules)
+from samplewise.backwards import follow, followed_hook
 from samplewise.errors import SamplesMixError, UnattributedError
 from samplewise.factors.dense import Dense
-from samplewise.flow import ELEMENTWISE, PATTERNS, Call, Several, flow, is_in_place, op_name, routes, written
+from samplewise.flow import ELEMENTWISE, LOSSES, PATTERNS, Call, Several, flow, is_in_place, moves, op_name, routes, written
 from samplewise.ops.foreign import FOREIGN, ExpandedWeight
 from samplewise.ops.generic import Generic
 from samplewise.ops.pointwise import pointwise
 from samplewise.ops.registry import EXPANSIONS, RULES, FactorOf, Meeting
-from samplewise.samples import Layout, Lost, Mark, Mixed
+from samplewise.samples import Layout, Lost, Mark, Marks, Mixed
 from samplewise.saving import kept_as_is
 from samplewise.sight import CustomFunction
 from samplewise.tap import Gate, Note, Recorder, Tap, Targets, is_wanted
@@ -30,9 +31,12 @@ OPAQUE = set(
     "has_names hash is_complex is_contiguous is_cpu is_cuda is_floating_point is_inference is_leaf is_meta is_mkldnn is_mps "
     "is_nested is_quantized is_same_size is_set_to is_signed is_sparse is_view is_xla is_xpu item itemsize layout len names "
     "nbytes ndim nelement numel numpy output_nr reduce_ex register_hook register_post_accumulate_grad_hook repr "
-    "requires_grad retain_grad shape size storage_offset stride tolist untyped_storage version".split()
+    "requires_grad retain_grad shape size storage_offset stride tolist untyped_storage version as_subclass".split()
 )
 """Questions about a tensor that give no tensor of values: answered as they are."""
+
+FRESH = set("new_zeros new_ones new_full new_empty".split())
+"""Ops on data that take only its shape and type."""
 
 SYNONYMS = {"axis": "dim", "keepdims": "keepdim"}
 """NumPy's keywords, which torch takes for its own."""
@@ -50,35 +54,57 @@ class Intercept(TorchFunctionMode):
         self.recorder = recorder
         self.marks, self.weights = recorder.marks, recorder.weights
         self.is_paused = False
+        self._looked_at: Marks[bool] = Marks()
         self._inside: list[Callable] = []
         """Functions being looked into; one that calls itself by its own name (Tensor.unflatten) is then an op."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = {SYNONYMS.get(k, k): v for k, v in kwargs.items()} if kwargs else {}
         name = op_name(func)
-        if name in OPAQUE or self.is_paused:
+        if self.is_paused:
             return func(*args, **kwargs)
+        if name in OPAQUE:
+            return self._opaque(func, name, args, kwargs)
         read = {k: v for k, v in kwargs.items() if k != "out"} if "out" in kwargs else kwargs
         tensors = [t for t in tree_leaves(args[:1] if name in PATTERNS else (args, read)) if isinstance(t, Tensor)]
         data: list[tuple[Tensor, Mark]] = []
         weights: list[tuple[Tensor, Weight]] = []
+        routed = False
         for t in tensors:
-            if (mark := self.marks.get(t)) is not None:
-                if not routes(name, t, mark, args):
+            if (mark := self.marks.get(t)) is None:
+                mark = self._alias(t)
+            if mark is not None:
+                if routes(name, t, mark, args, self.marks.get):
+                    routed = True
+                else:
                     data.append((t, mark))
             elif (weight := self.weights.get(t)) is not None:
                 if weight.is_data:
                     data.append((t, self.marks.recalled(t) or Lost("code that was not seen")))
                 else:
                     weights.append((t, weight))
+        if weights and func is torch.autograd.grad:
+            raise UnattributedError(
+                f"autograd.grad was asked for the gradient of {describe(weights)} inside the block, where ordinary gradients do "
+                "not reach captured parameters. Take it outside of the block, or leave the parameter out: "
+                f"capture(model, exclude={names_of(weights)})."
+            )
         if func is torch.autograd.backward:
             self.recorder.check_losses([(t, self.marks.get(t)) for t in tensors if t.requires_grad])
+            self._check_given_gradients(*args[1:2], **kwargs)
         if not data and not weights:
             return self._constant(func, args, kwargs, tensors)
         if weights and not data:
             self._refuse_strangers(name, tensors, weights)
 
+        if data and (name in ELEMENTWISE or name in LOSSES):
+            self._refuse_crossing(name, tensors, data)
         meets = bool(data and weights) and torch.is_grad_enabled()
+        if meets and torch._C._are_functorch_transforms_active():
+            raise UnattributedError(
+                f"{name} uses {describe(weights)} inside a transform of torch.func (vmap, grad, jvp ...) in the model, which "
+                f"samplewise does not follow. Write it out, or leave the parameter out: capture(model, exclude={names_of(weights)})."
+            )
         if meets and func in EXPANSIONS:
             with self:
                 out = EXPANSIONS[func](self._meeting(func, name, args, kwargs, data, weights), *args, **kwargs)
@@ -98,19 +124,49 @@ class Intercept(TorchFunctionMode):
         if meets:
             return self._meet(func, name, args, kwargs, data, weights)
         if not data:
-            return self._derive(func, name, args, kwargs, weights)
+            return self._derive(func, name, args, kwargs, weights, routed)
         if isinstance(func, CustomFunction):
             return self._custom(func, name, args, kwargs, data)
         out = func(*args, **kwargs)
         self._mark(Call(name, func, args, kwargs, out, data))
+        if name in FRESH:
+            self.recorder.constants.set(out, True)
+        return out
+
+    def _opaque(self, func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
+        """A question about a tensor; a hook on one is followed, a copy of one has its samples."""
+        t = args[0]
+        mark = self.marks.get(t) if isinstance(t, Tensor) else None
+        if name == "register_hook" and mark is not None:
+            hook = followed_hook(self, self.marks, mark, args[1] if len(args) > 1 else kwargs["hook"])
+            return func(t, hook)
+        if name == "register_hook" and (weight := self.weights.get(t)) is not None and weight.pull is not None:
+            raise UnattributedError(
+                f"a gradient hook was put on {describe([(t, weight)])}, which per-sample gradients do not pass. Remove the "
+                f"hook, or leave the parameter out: capture(model, exclude={names_of([(t, weight)])})."
+            )
+        out = func(*args, **kwargs)
+        if name in ("deepcopy", "as_subclass") and mark is not None:
+            self.marks.set(out, mark)
         return out
 
     def _custom(self, func: CustomFunction, name: str, args: tuple, kwargs: dict, data: list[tuple[Tensor, Mark]]) -> Any:
         """Somebody's `autograd.Function` of data: where its samples lie shows inside, or by trying."""
         out = self._watched(func)(*args, **kwargs)
-        if any(isinstance(t, Tensor) and self.marks.get(t) is None for t in tree_leaves(out)):
+        results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        if any(self.marks.get(t) is None for t in results):
             self._mark(Call(name, func, args, kwargs, out, data))
+        follow(self.marks, name, [a for a in args if isinstance(a, Tensor)], results)
         return out
+
+    def _check_given_gradients(self, grad_tensors: Any = None, **_: Any) -> None:
+        for t in tree_leaves(grad_tensors):
+            mark = self.marks.get(t) if isinstance(t, Tensor) else None
+            if isinstance(mark, Mixed | Lost):
+                raise SamplesMixError(
+                    f"backward was given a gradient made by {mark.op}, in which samples of the batch met, so that what it gives "
+                    "one sample depends on the others. Give one that keeps samples apart."
+                )
 
     def _constant(self, func: Callable, args: tuple, kwargs: dict, tensors: list[Tensor]) -> Any:
         """Runs an op on neither data nor weights, and keeps track of what was made inside the block."""
@@ -135,13 +191,49 @@ class Intercept(TorchFunctionMode):
                 "it a buffer of the model."
             )
 
-    def _derive(self, func: Callable, name: str, args: tuple, kwargs: dict, weights: list) -> Any:
+    def _alias(self, t: Tensor) -> Mark | None:
+        """The mark of an unmarked tensor that came about unseen on the memory of a marked one (DLPack, nn.Parameter(t))."""
+        if self._looked_at.get(t) or self.recorder.constants.get(t) is not None or self.weights.is_known(t):
+            return None
+        self._looked_at.set(t, True)
+        others = self.marks.sharing(t) if t.layout is torch.strided and not t.is_meta else []
+        for other in others:
+            if (other.data_ptr(), other.shape, other.stride(), other.dtype) == (t.data_ptr(), t.shape, t.stride(), t.dtype):
+                self.marks.set(t, mark := self.marks.get(other) or Lost("code that was not seen"))
+                return mark
+        return Lost("code that was not seen") if others else None
+
+    def _refuse_crossing(self, name: str, tensors: list[Tensor], data: list[tuple[Tensor, Mark]]) -> None:
+        """Labels [B] beside outputs [B, 1] give [B, B]: each sample against the label of every other."""
+        B, dim = self.recorder.batch_size, self.recorder.batch_dim
+        ndim = max(t.ndim for t in tensors)
+        for t in tensors:
+            if B in (None, 1) or t.ndim <= dim or t.shape[dim] != B or self.marks.get(t) or self.recorder.constants.get(t):
+                continue
+            at = ndim - t.ndim + dim - ndim  # where its rows lie, counted from the end
+            for other, mark in data:
+                lies_across = other.ndim >= -at and other.shape[at] == 1
+                if lies_across and isinstance(mark, Layout) and mark.dims and not t.requires_grad:
+                    raise SamplesMixError(
+                        f"{name} broadcasts {tuple(other.shape)} of the batch against a tensor {tuple(t.shape)} from outside with "
+                        "as many rows as the batch: every sample meets every row (labels [B] beside outputs [B, 1]?). Give them "
+                        "the same shape; if it is a constant, make it a buffer of the model."
+                    )
+
+    def _derive(self, func: Callable, name: str, args: tuple, kwargs: dict, weights: list, routed: bool) -> Any:
         """Runs an op on weights alone, in ordinary autograd; queries walk its graph again."""
+        picked = routed or any(weight.is_picked for _, weight in weights)
+        if picked and not routed and not (name in ELEMENTWISE or moves(name)):
+            raise UnattributedError(
+                f"{name} combines rows of {describe(weights)} that were picked by integers made across the samples, so that what a "
+                "sample gets may depend on the others. Pick rows for each sample, or combine them after they were given back "
+                "to their samples."
+            )
         with kept_as_is():
             out = func(*args, **kwargs)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
-                self.weights.derive(t, weights, name)
+                self.weights.derive(t, weights, name, is_picked=picked)
                 if not t.requires_grad:
                     self.recorder.constants.set(t, True)
         return out
@@ -189,11 +281,17 @@ class Intercept(TorchFunctionMode):
         results = [t for t in tree_leaves(run.out) if isinstance(t, Tensor)]
         inside = [self.marks.get(t) for t in results]
         marks = inside if all(inside) else flow(Call(name, func, meeting.args, meeting.kwargs, results[0], data, results))
-        tapped: dict[int, Tensor] = {}
         for k, t in enumerate(results):
             mark = marks[k] if isinstance(marks, list) else marks
             if not isinstance(mark, Layout) or mark.has_strays:
                 self._refuse(name, mark, weights)
+            self.marks.set(t, mark)
+        if isinstance(func, CustomFunction):
+            follow(self.marks, name, [a for a in meeting.args if isinstance(a, Tensor)], results)
+        tapped: dict[int, Tensor] = {}
+        for k, t in enumerate(results):
+            mark = self.marks.get(t)
+            assert isinstance(mark, Layout)
             tapped[id(t)] = t
             if t.requires_grad:  # not integers, not comparisons
                 run.use(k, t, mark)
@@ -285,6 +383,11 @@ class Intercept(TorchFunctionMode):
         if call.name == "setitem":
             self._mark_written(call)
             return
+        if call.name == "data" and len(call.args) == 2:  # t.data = other
+            self.marks.set(
+                call.args[0], next((mark for t, mark in call.marks if t is call.args[1]), Lost("a write to .data"))
+            )
+            return
         call.results = [t for t in tree_leaves(call.out) if isinstance(t, Tensor)]
         if not call.results:
             return
@@ -307,11 +410,8 @@ class Intercept(TorchFunctionMode):
     def _set_mark(self, t: Tensor, mark: Mark, *, in_place: bool) -> None:
         """Marks `t`; writing other samples into it leaves it open what tensors that share its memory hold."""
         if in_place and not same_samples(mark, self.marks.get(t)):
-            base = t if t._base is None else t._base
-            others = [other for other in self.marks.tensors() if other._base is base]
-            for other in (*others, base):
-                if other is not t:
-                    self.marks.set(other, Lost("a write into a view"))
+            for other in self.marks.sharing(t):
+                self.marks.set(other, Lost("a write into memory that it shares"))
         self.marks.set(t, mark)
 
     def _layouts(self, name: str, data: list[tuple[Tensor, Mark]], weights: list) -> list[tuple[Tensor, Layout]]:

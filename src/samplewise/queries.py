@@ -1,6 +1,6 @@
 """Questions about the gradients of a batch: joins the uses of each parameter, asks the factors, puts the answers together."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 
 import torch
@@ -132,10 +132,10 @@ class ParameterGrads:
         G, scale = self._grads._joined(self.name).materialize(), self._grads._factor_scale
         return (G * scale if scale != 1 else G).to(self._parameter.dtype)
 
-    def of_samples(self, samples: Tensor) -> Tensor:
+    def of_samples(self, samples: Tensor | Sequence[int]) -> Tensor:
         """G of these samples alone, shape [len(samples), *shape], in the parameter's dtype."""
         factor = self._grads._joined(self.name)
-        G = factor.select(samples.to(factor.tensors()[0].device)).materialize()
+        G = factor.select(torch.as_tensor(samples, device=factor.tensors()[0].device)).materialize()
         return (G * self._grads._factor_scale).to(self._parameter.dtype)
 
     def norms(self) -> Tensor:

@@ -167,6 +167,11 @@ class Marks(Generic[M]):
         """The marked tensors that are alive."""
         return [t for ref, _ in list(self._entries.values()) if (t := ref()) is not None]
 
+    def sharing(self, t: Tensor) -> list[Tensor]:
+        """The other marked tensors on the memory of `t`."""
+        memory = t.untyped_storage()._cdata
+        return [other for other in self.tensors() if other is not t and other.untyped_storage()._cdata == memory]
+
     def set(self, t: Tensor, mark: M) -> None:
         key, entries = id(t), self._entries
 

@@ -100,11 +100,9 @@ class Gate(torch.autograd.Function):
 
 def is_wanted(leaf_node: Any) -> bool:
     """Whether this backward is one that would fill the `.grad` of that leaf, and not `autograd.grad` for something else."""
-    if not torch._C._will_engine_execute_node(leaf_node):
-        return False
     if torch.is_grad_enabled():
         raise UnattributedError(
             "backward(create_graph=True) met a captured model: gradients of gradients have parts of their own that are not "
             "seen here. Take the second derivative outside of the capture."
         )
-    return True
+    return torch._C._will_engine_execute_node(leaf_node)

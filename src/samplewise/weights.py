@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from samplewise.errors import UnattributedError
 from samplewise.factors.base import Factor
 from samplewise.factors.pullback import Pullback
 from samplewise.samples import Marks
@@ -27,6 +28,8 @@ class Weight:
     pull: Pull | None
     node: Any
     """Where the value stood in the graph; once it is changed in place, this no longer describes it."""
+    is_picked: bool = False
+    """Its rows were picked by integers that were made across samples: how many and which may depend on all of them."""
     is_data: bool = False
     """Not a weight after all: it depends on the batch through code that was not seen."""
 
@@ -54,7 +57,11 @@ class Weights:
             self._known.set(t, weight)
         return weight if weight.roots or weight.is_data else None
 
-    def derive(self, t: Tensor, sources: list[tuple[Tensor, Weight]], name: str) -> None:
+    def is_known(self, t: Tensor) -> bool:
+        """Whether `t` is a parameter or was derived in sight."""
+        return self._known.get(t) is not None
+
+    def derive(self, t: Tensor, sources: list[tuple[Tensor, Weight]], name: str, *, is_picked: bool = False) -> None:
         """Records that `t` was computed by the op from these weights alone."""
         if not t.requires_grad:
             return
@@ -62,7 +69,7 @@ class Weights:
         pull = None
         if len(sources) == 1 and sources[0][1].pull is not None:
             pull = _pull_through(name, *sources[0], t)
-        self._known.set(t, Weight(roots, pull, t.grad_fn))
+        self._known.set(t, Weight(roots, pull, t.grad_fn, is_picked))
 
     def targets(self, t: Tensor) -> list[tuple[str, Pull]]:
         """For each parameter behind `t`: its name, and how a factor of `t` becomes one of the parameter."""
@@ -70,8 +77,20 @@ class Weights:
         assert weight is not None
         if weight.pull is not None:
             return [(name, weight.pull) for name in weight.roots]
+        self._refuse_other_leaves(t, weight)
         edge, dtype = get_gradient_edge(t), t.dtype
         return [(name, _pullback(edge, self.parameters[name], dtype)) for name in sorted(weight.roots)]
+
+    def _refuse_other_leaves(self, t: Tensor, weight: Weight) -> None:
+        """A leaf that is not captured would lose its ordinary gradient where a captured one is taken."""
+        for node in _nodes_behind(t):
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and node not in self._name_of_node:
+                raise UnattributedError(
+                    f"a value {tuple(t.shape)} is computed from captured {sorted(weight.roots)} and from a tensor "
+                    f"{tuple(leaf.shape)} that needs a gradient too but is not captured, which would not get it. Capture both, "
+                    "or let it need none: requires_grad_(False)."
+                )
 
     def reached_from(self, *tensors: Tensor) -> frozenset[str]:
         """The captured parameters that ordinary autograd would reach from these tensors."""

@@ -5,6 +5,7 @@ rules of their own. Ops are known by name, one name for `torch.add`, `Tensor.add
 and refused where it meets a parameter.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -50,6 +51,7 @@ from samplewise.flow.moves import (
     put,
     repeated,
     reshaped,
+    scattered,
     written,
 )
 from samplewise.flow.probe import probed
@@ -57,6 +59,7 @@ from samplewise.samples import NO_SAMPLE, Layout, Lost, Mark, Mixed
 
 __all__ = [
     "ELEMENTWISE",
+    "LOSSES",
     "PATTERNS",
     "Call",
     "Several",
@@ -64,6 +67,7 @@ __all__ = [
     "flow",
     "is_in_place",
     "is_torchs",
+    "moves",
     "op_name",
     "routes",
     "written",
@@ -80,10 +84,23 @@ PATTERNS = {"to", "type_as", "view_as", "reshape_as", "expand_as", "is_same_size
 """Ops whose further tensors only lend their shape or type."""
 
 
-def routes(name: str, t: Tensor, mark: Mark, args: tuple) -> bool:
-    """Whether this argument of the op only tells where rows go, and is of no one sample."""
+def routes(name: str, t: Tensor, mark: Mark, args: tuple, mark_of: Callable[[Tensor], Mark | None]) -> bool:
+    """Whether this argument of the op only tells where rows go, and is of no one sample.
+
+    Rows that are read from a constant are another matter: which ones a sample gets is then up to the others.
+    """
     tells = name in ROUTING and t.dtype in DISCRETE and not (args and t is args[0] and name != "embedding_bag")
+    if name in READING and not (args[0].requires_grad or isinstance(mark_of(args[0]), Layout)):
+        return False
     return tells and isinstance(mark, Mixed | Lost) and mark.discrete
+
+
+READING = {"getitem", "index_select", "gather", "take_along_dim"}
+
+
+def moves(name: str) -> bool:
+    """Whether the op of that name only moves elements."""
+    return HANDLERS.get(name) in MOVES
 
 
 def flow(call: Call) -> Mark | Several | None:
@@ -110,6 +127,8 @@ def _flow(call: Call) -> Mark | Several | None:
     if is_in_place(call.func) and handler in MOVES:
         return Lost(call.name)  # its shape before is gone
     if any(isinstance(mark, Mixed) for mark in marks):
+        if call.name == "scaled_dot_product_attention" and all(mark.discrete for mark in marks if isinstance(mark, Mixed)):
+            return attention(call)  # a block mask, made of the samples' ids
         return _flow_of_mixed(call, handler)
     ids = {int(mark.ids) if mark.ids.numel() == 1 else None for mark in marks if isinstance(mark, Layout)}
     if len(ids) == 1 and None not in ids and NO_SAMPLE not in ids:  # all of one sample, whatever the op does with it
@@ -125,18 +144,21 @@ def _flow_of_mixed(call: Call, handler: Handler | None) -> Mark:
     nonlinear = Mixed(mixed[0].op)
     if call.name in ADDING and call.out.ndim == 0 and all(mark.linear for mark in mixed):
         even = len(mixed) == len(call.marks) and all(mark.even for mark in mixed)
-        reductions = {mark.reduction for mark in mixed} if even else {None}
-        return Mixed(mixed[0].op, linear=True, even=even, reduction=reductions.pop() if len(reductions) == 1 else None)
+        return Mixed(mixed[0].op, linear=True, even=even, reduction=_reduction_of_terms(mixed))
     if len(mixed) != len(call.marks) or not all(mark.linear for mark in mixed):
         return nonlinear  # a statistic of the batch goes back into its samples
     if call.name in LINEAR or call.name in ("sum", "mean") or handler in MOVES:
-        reductions = {mark.reduction for mark in mixed} if call.name != "mean" else {None}
-        reduction = reductions.pop() if len(reductions) == 1 else None
-        return Mixed(mixed[0].op, linear=True, even=all(mark.even for mark in mixed), reduction=reduction)
+        return Mixed(mixed[0].op, linear=True, even=all(mark.even for mark in mixed), reduction=_reduction_of_terms(mixed))
     only_numerator_learns = call.name not in DIVIDING or not learning or learning[0] is call.args[0]
     if call.name in SCALING and len(learning) <= 1 and only_numerator_learns:
         return Mixed(mixed[0].op, linear=True, even=len(mixed) == 1 and mixed[0].even)
     return nonlinear
+
+
+def _reduction_of_terms(terms: list[Mixed]) -> str | None:
+    """What a sum of these is over the samples: certainly no sum if one of them is a mean."""
+    certain = {mark.reduction for mark in terms} - {None}
+    return "mean of one term and sum of another" if len(certain) > 1 else certain.pop() if certain else None
 
 
 LINEAR = set(
@@ -193,10 +215,10 @@ IMAGES = (
 FOURIER = " ".join(
     f"fft_{kind}{rank}" for kind in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft") for rank in ("", "2", "n")
 )
-LOSSES = (
+LOSSES = set(
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
     "soft_margin_loss poisson_nll_loss triplet_margin_loss cosine_embedding_loss margin_ranking_loss hinge_embedding_loss "
-    "multi_margin_loss multilabel_margin_loss pairwise_distance"
+    "multi_margin_loss multilabel_margin_loss pairwise_distance".split()
 )
 
 
@@ -220,7 +242,7 @@ HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(ALONG_DIM.split(), along_dim),
     **dict.fromkeys(IMAGES.split(), images),
     **dict.fromkeys(POOLS.split(), pooled),
-    **dict.fromkeys(LOSSES.split(), loss),
+    **dict.fromkeys(LOSSES, loss),
     **dict.fromkeys(["cross_entropy_loss", "nll_loss", "nll_loss_nd"], class_loss),
     **dict.fromkeys(["cat", "concat", "concatenate", "stack"], concatenated),
     **dict.fromkeys("matmul mm bmm mv addmm baddbmm addmv einsum linear".split(), contracted),
@@ -238,6 +260,7 @@ HANDLERS: dict[str, Handler] = {
     "cosine_similarity": compared,
     **dict.fromkeys(["cross", "linalg_cross"], crossed),
     "index_put": put,
+    **dict.fromkeys(["scatter", "scatter_add", "scatter_reduce"], scattered),
     "pack_padded_sequence": packed,
     "pad_packed_sequence": unpacked,
     **dict.fromkeys(["lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"], cell),

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from samplewise.contraction import along, operands
 from samplewise.flow.call import Call, Several, aligned, compressed, elementwise, merged
-from samplewise.samples import NO_SAMPLE, Layout, Lost, Mark
+from samplewise.samples import NO_SAMPLE, Layout, Lost, Mark, Mixed
 
 
 def reduction(call: Call) -> Mark:
@@ -17,7 +17,8 @@ def reduction(call: Call) -> Mark:
     if any(layout.ids.shape[d] != 1 for d in dims):
         if call.name not in ("sum", "mean"):
             return call.mixed(linear=call.name == "nansum")
-        return call.mixed(linear=True, even=layout.is_even, reduction=call.name)
+        whole = all(d in dims for d in layout.dims)
+        return call.mixed(linear=True, even=layout.is_even, reduction=call.name if whole else None)
     keep = [d for d in range(tensor.ndim) if d not in dims]
     ids = layout.ids if call.out.ndim == tensor.ndim else layout.ids.reshape([layout.ids.shape[d] for d in keep])
     return call.layout(ids)
@@ -43,8 +44,9 @@ def along_dim(call: Call) -> Mark:
 def sorted_along(call: Call) -> Mark:
     """Sorting across samples is a permutation, which the resulting order tells."""
     tensor, layout = call.subject
-    dim = call.arg(1, "dim", -1)
-    dim = (dim if isinstance(dim, int) and not isinstance(dim, bool) else -1) % max(1, tensor.ndim)
+    default = 0 if call.name == "msort" else -1
+    dim = call.arg(1, "dim", default)
+    dim = (dim if isinstance(dim, int) and not isinstance(dim, bool) else default) % max(1, tensor.ndim)
     if layout.ids.shape[dim] == 1:
         return layout
     if tensor.is_floating_point():
@@ -96,7 +98,7 @@ def samples_of_bags(layout: Layout, offsets: Tensor, *, num_bags: int) -> Tensor
 
 def paired_rows(call: Call) -> Mark:
     """bilinear(x1, x2, weight): rows of the two inputs meet one to one."""
-    inputs = [(t, mark) for t, mark in call.marks if isinstance(mark, Layout) and t.ndim == call.out.ndim]
+    inputs = [(t, mark) for t, mark in call.marks if isinstance(mark, Layout) and any(t is a for a in call.args[:2])]
     if len(inputs) != len(call.marks) or any(t.ndim - 1 in mark.dims for t, mark in inputs):
         return Lost(call.name)
     return merged(call, [mark.ids for _, mark in inputs])
@@ -107,6 +109,7 @@ def recurrent(call: Call) -> Several | Mark:
     tensor, layout = call.subject
     if tensor is not call.args[0] or any(d == tensor.ndim - 1 for d in layout.dims):
         return Lost(call.name)
+    of_states = [mark for _, mark in call.marks[1:] if isinstance(mark, Layout)]
     if tensor.ndim == 2:  # packed: the first rows are those of step 0, one a sample
         states = layout.ids[: call.results[1].shape[1]].reshape(1, -1, 1)
     else:
@@ -115,6 +118,8 @@ def recurrent(call: Call) -> Several | Mark:
         batch_first = call.args[-1] if isinstance(call.args[-1], bool) else False
         if states is None or axis != (0 if batch_first else 1):
             return call.mixed()
+    if any(not torch.equal(mark.ids, states) for mark in of_states):
+        return call.mixed()  # a state of another sample
     return Several([layout, *[call.layout(states)] * (len(call.results) - 1)])
 
 
@@ -149,6 +154,8 @@ def unpacked(call: Call) -> Several | Mark:
 def last_dims(call: Call) -> Mark:
     """Ops that mix the last dimensions alone: layer norms, and glu along its own dimension."""
     tensor, layout = call.subject
+    if tensor is not call.args[0] or len(call.marks) > 1:
+        return Lost(call.name)  # a scale that depends on the batch
     shape = call.arg(1, "normalized_shape", ())
     num = len(shape) if isinstance(shape, list | tuple | torch.Size) else 1
     if any(d >= tensor.ndim - num for d in layout.dims):
@@ -161,7 +168,7 @@ def images(call: Call) -> Mark:
     tensor, _ = call.subject
     if call.name == "batch_norm" and call.arg(5, "training", False):
         return call.mixed()
-    if len(call.marks) > 1 and call.name != "grid_sampler":
+    if call.name != "grid_sampler" and (len(call.marks) > 1 or tensor is not call.args[0]):
         return Lost(call.name)  # a kernel or a statistic that depends on the batch
     rank = next((int(c) for c in reversed(call.name) if c in "123"), tensor.ndim - 2)
     unbatched = call.name.startswith("conv") and tensor.ndim == rank + 1
@@ -222,6 +229,8 @@ def one_hot(call: Call) -> Mark:
 def attention(call: Call) -> Mark:
     """Queries, keys and values of one sample meet; samples lie along leading dimensions, or packed behind a block mask."""
     ndim = call.out.ndim
+    if any(isinstance(mark, Mixed) for _, mark in call.marks):
+        return _packed_attention(call)
     if any(d >= t.ndim - 2 for t, mark in call.marks if isinstance(mark, Layout) for d in mark.dims):
         return _packed_attention(call)
     return merged(call, [aligned(mark.ids, ndim) for _, mark in call.marks if isinstance(mark, Layout)])
@@ -232,27 +241,47 @@ def _packed_attention(call: Call) -> Mark:
     layouts = {id(t): mark for t, mark in call.marks if isinstance(mark, Layout)}
     query, key, value = (call.arg(i, name) for i, name in enumerate(("query", "key", "value")))
     mask = call.arg(3, "attn_mask")
+    made_across = [t for t, mark in call.marks if not isinstance(mark, Layout)]
+    if any(t is not mask or mask.dtype != torch.bool for t in made_across):
+        return call.mixed()
     if mask is None or not all(id(t) in layouts and layouts[id(t)].dims == (t.ndim - 2,) for t in (query, key, value)):
         return call.mixed()
     of_query, of_key, of_value = (layouts[id(t)].ids.flatten() for t in (query, key, value))
-    sees = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    sees = mask if mask.dtype == torch.bool else mask > -1e9 + 1 if mask.dtype != torch.float16 else mask > -1e4
     strangers = (of_query.unsqueeze(1) != of_key.unsqueeze(0)).to(mask.device)
     if not torch.equal(of_key, of_value) or bool((sees & strangers).any()):
         return call.mixed()
     return layouts[id(query)]
 
 
+COMPARING = set(
+    "triplet_margin_loss cosine_embedding_loss multi_margin_loss multilabel_margin_loss pairwise_distance".split()
+)
+"""Losses of which one term is made of a whole row."""
+
+
 def loss(call: Call) -> Mark:
-    """Losses of rows that meet one to one, summed up over all or not."""
+    """Losses of rows that meet one to one, summed up over all or not; some compare along the last dimension."""
     ndim = max(t.ndim for t, _ in call.marks)
     met = merged(call, [aligned(mark.ids, ndim) for _, mark in call.marks if isinstance(mark, Layout)])
     if not isinstance(met, Layout):
         return met
+    if call.name in COMPARING and ndim > 0 and ndim - 1 in met.dims and any(t.ndim == ndim > 1 for t, _ in call.marks):
+        return call.mixed()
     if call.out.ndim == 0 and ndim > 0:
-        return call.mixed(linear=True, even=met.is_even)
+        return call.mixed(linear=True, even=met.is_even, reduction=_given_reduction(call))
     if call.out.ndim == ndim - 1 and ndim - 1 not in met.dims:
         return call.layout(met.ids.squeeze(-1))
     return met if call.out.ndim == ndim else call.mixed()
+
+
+def _given_reduction(call: Call) -> str | None:
+    """What the call says it does over all terms; the innermost losses take a number."""
+    position = {
+        "hinge_embedding_loss": 3, "binary_cross_entropy": 3, "binary_cross_entropy_with_logits": 4, "cosine_embedding_loss": 4,
+        "margin_ranking_loss": 4, "poisson_nll_loss": 5, "multi_margin_loss": 5, "triplet_margin_loss": 7,
+    }.get(call.name, 2)  # fmt: skip
+    return {1: "mean", 2: "sum"}.get(call.arg(position, "reduction"))
 
 
 def compared(call: Call) -> Mark:

@@ -15,8 +15,8 @@ DIM_IS_SECOND = {"chunk", "split", "split_with_sizes", "tensor_split", "roll", "
 
 def reshaped(call: Call) -> Mark:
     tensor, layout = call.subject
-    if tensor.numel() != call.out.numel():
-        return Lost(call.name)  # seen as another dtype
+    if tensor.numel() != call.out.numel() or len(call.marks) > 1 or len(call.results) > 1:
+        return Lost(call.name)  # seen as another dtype; atleast_2d of several
     return call.layout(reshape_ids(layout.ids, tuple(tensor.shape), tuple(call.out.shape)))
 
 
@@ -87,6 +87,8 @@ def repeated(call: Call) -> Mark:
 def indexed_along(call: Call) -> Mark:
     """Ops that pick, cut or reorder along one dimension."""
     tensor, layout = call.subject
+    if tensor is not call.args[0] or len(call.marks) > 1:
+        return _selected_by_data(call) if call.name == "index_select" else Lost(call.name)
     if call.name == "flip":
         given = call.kwargs.get("dims", call.args[1] if len(call.args) == 2 else call.args[1:])
     else:
@@ -113,15 +115,59 @@ def indexed_along(call: Call) -> Mark:
     return Several([call.layout(compressed(ids)) for ids in out])  # type: ignore[return-value]
 
 
+def _selected_by_data(call: Call) -> Mark:
+    """x.index_select(dim, index) with an index of data: row i of the result is of the sample that picks it."""
+    source, dim, index = call.args[0], call.arg(1, "dim"), call.arg(2, "index")
+    layouts = {id(t): mark for t, mark in call.marks if isinstance(mark, Layout)}
+    dim = dim % max(1, source.ndim)
+    shape = [1] * call.out.ndim
+    shape[dim] = -1
+    parts = [layouts[id(index)].ids.reshape(shape)] if _picks(index, source, layouts) else []
+    if id(source) in layouts:
+        ids = layouts[id(source)].ids
+        parts.append(ids if ids.shape[dim] == 1 else ids.index_select(dim, index.cpu()))
+    return merged(call, parts)
+
+
 def indexed(call: Call) -> Mark:
-    """x[index]: the index is applied to the ids. A constant indexed by data has the samples of the index."""
-    tensor, layout = call.subject
-    if tensor is not call.args[0]:
-        leads = isinstance(call.args[1], Tensor) and tensor is call.args[1] and tensor.dtype != torch.bool
-        return call.layout(unsqueezed(layout.ids, call.out.ndim)) if leads else Lost(call.name)
-    index, consumed = spelt_index(call.args[1], tensor.ndim)
-    ids = layout.ids.expand([*tensor.shape[:consumed], *layout.ids.shape[consumed:]])
-    return call.layout(compressed(ids[index]))
+    """x[index]: the index is applied to the ids. What data picks is of the sample that picks it."""
+    source, given = call.args[0], call.args[1]
+    layouts = {id(t): mark for t, mark in call.marks if isinstance(mark, Layout)}
+    parts = []
+    if id(source) in layouts:
+        index, consumed = spelt_index(given, source.ndim)
+        ids = layouts[id(source)].ids
+        ids = ids.expand([*source.shape[:consumed], *ids.shape[consumed:]])
+        parts.append(compressed(ids[index]))
+    pickers = given if isinstance(given, tuple) else (given,)
+    if any(_picks(i, source, layouts) for i in pickers):
+        of_pickers = _samples_of_pickers(call, pickers, layouts)
+        if of_pickers is None:
+            return Lost(call.name)
+        parts.append(of_pickers)
+    return merged(call, parts)
+
+
+def _picks(index: Any, source: Tensor, layouts: dict[int, Layout]) -> bool:
+    """Whether what the index picks is of the index's samples. Integers made of integers tell where rows of data go."""
+    return id(index) in layouts and not (id(source) in layouts and layouts[id(index)].discrete)
+
+
+def _samples_of_pickers(call: Call, pickers: tuple, layouts: dict[int, Layout]) -> Tensor | None:
+    """The samples of the elements that data picks; None for an index that is not one run of tensors behind full slices."""
+    lead = next(k for k, i in enumerate(pickers) if not (isinstance(i, slice) and i == slice(None)))
+    if all(isinstance(i, Tensor) and i.dtype == torch.bool for i in pickers[lead:]) and len(pickers) == lead + 1:
+        mask = pickers[lead]
+        ids = layouts[id(mask)].ids.expand(mask.shape)[mask.cpu()]  # one element for each that the mask picks
+    elif all(isinstance(i, Tensor) and i.dtype != torch.bool for i in pickers[lead:]):
+        ndim = max(i.ndim for i in pickers[lead:])
+        met = merged(call, [aligned(layouts[id(i)].ids, ndim) for i in pickers[lead:] if id(i) in layouts])
+        if not isinstance(met, Layout):
+            return None
+        ids = met.ids
+    else:
+        return None
+    return ids.reshape([1] * lead + list(ids.shape) + [1] * (call.out.ndim - lead - ids.ndim))
 
 
 def written(call: Call, before: Layout | None) -> Mark:
@@ -176,18 +222,35 @@ def added_along(call: Call) -> Mark:
 
 def gathered(call: Call) -> Mark:
     """x.gather(dim, index): an element comes from the sample that it is picked from."""
-    tensor, layout = call.subject
+    source = call.args[0]
     position, index_position = (1, 2) if call.name == "gather" else (2, 1)
     dim, index = call.arg(position, "dim"), call.arg(index_position, "index", call.kwargs.get("indices"))
-    if dim is None:
+    if dim is None or source.ndim != index.ndim:
         return Lost(call.name)
-    dim = dim % max(1, tensor.ndim)
-    if tensor is not call.args[0]:  # a constant, picked from by data: along the other dimensions the two line up
-        return call.layout(layout.ids) if tensor is index else Lost(call.name)
-    if layout.ids.shape[dim] == 1:
-        return call.layout(layout.ids)
-    ids = layout.ids.expand([index.shape[d] if d != dim else tensor.shape[d] for d in range(tensor.ndim)])
-    return call.layout(compressed(ids.gather(dim, index.cpu())))
+    layouts = {id(t): mark for t, mark in call.marks if isinstance(mark, Layout)}
+    dim = dim % max(1, source.ndim)
+    parts = [layouts[id(index)].ids] if _picks(index, source, layouts) else []  # along the other dimensions the two line up
+    if id(source) in layouts:
+        ids = layouts[id(source)].ids
+        for d in range(source.ndim):
+            if d != dim and ids.shape[d] > index.shape[d]:
+                ids = ids.narrow(d, 0, index.shape[d])
+        if ids.shape[dim] != 1:
+            ids = ids.expand([index.shape[d] if d != dim else source.shape[d] for d in range(source.ndim)])
+            ids = compressed(ids.gather(dim, index.cpu()))
+        parts.append(ids)
+    return merged(call, parts)
+
+
+def scattered(call: Call) -> Mark:
+    """x.scatter(dim, index, value): what lands in an element must be of its sample."""
+    target, dim, index = call.args[0], call.arg(1, "dim"), call.arg(2, "index")
+    dim = dim % max(1, target.ndim)
+    layouts = [mark for _, mark in call.marks if isinstance(mark, Layout)]
+    met = merged(call, [layout.ids for layout in layouts if layout.ids.ndim == target.ndim])
+    if not isinstance(met, Layout) or len(layouts) != len(call.marks) or dim in met.dims:
+        return Lost(call.name)
+    return met if all(index.shape[d] == target.shape[d] for d in met.dims) else Lost(call.name)
 
 
 def spelt_index(index: Any, ndim: int) -> tuple[tuple, int]:

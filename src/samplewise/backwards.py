@@ -1,0 +1,59 @@
+"""Somebody's own code in backward, gradient hooks and `autograd.Function`s, followed as forward is."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from samplewise.errors import SamplesMixError
+from samplewise.samples import Mark, Marks, Mixed
+
+
+def followed_hook(mode: TorchFunctionMode, marks: Marks[Mark], layout: Mark, hook: Callable) -> Callable:
+    """The hook of a tensor with this layout; it raises if in what it makes of the gradient samples meet."""
+
+    def followed(g: Tensor) -> Tensor | None:
+        marks.set(g, layout)
+        if mode in _get_current_function_mode_stack():
+            out = hook(g)
+        else:  # a backward thread of CUDA
+            with mode:
+                out = hook(g)
+        _refuse_mixed(marks, [g, out], f"a gradient hook on a tensor {tuple(g.shape)}")
+        return out
+
+    return followed
+
+
+def follow(marks: Marks[Mark], name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """From now on the backward of the Function that made these marked outputs raises if samples meet in what it gives data."""
+    places = [k for k, t in enumerate(inputs) if marks.get(t) is not None]
+    nodes = {t.grad_fn for t in outputs if t.grad_fn is not None}
+    layouts: dict[int, Mark] = {t.output_nr: mark for t in outputs if (mark := marks.get(t)) is not None}
+    for node in nodes:
+        held: list[Tensor] = []
+
+        def enter(gradients: tuple[Tensor | None, ...], held: list[Tensor] = held) -> None:
+            for k, g in enumerate(gradients):
+                if g is not None and k in layouts:
+                    marks.set(g, layouts[k])
+                    held.append(g)
+
+        def leave(gradients: tuple[Tensor | None, ...], _: Any, held: list[Tensor] = held) -> None:
+            held.clear()
+            _refuse_mixed(marks, [gradients[k] for k in places], f"the backward of {name}")
+
+        node.register_prehook(enter)
+        node.register_hook(leave)
+
+
+def _refuse_mixed(marks: Marks[Mark], gradients: Sequence[Any], where: str) -> None:
+    for g in gradients:
+        mark = marks.get(g) if isinstance(g, Tensor) else None
+        if isinstance(mark, Mixed) and not torch.is_grad_enabled():
+            raise SamplesMixError(
+                f"in {where}, {mark.op} combines gradients of several samples, so that each gets something of the others. "
+                "Per-sample gradients do not exist for it. Let it treat each sample alone, or remove it."
+            )
