@@ -23,6 +23,7 @@ fuzz: .venv/dev
 
 bench: .venv/bench
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/recurrent.py
 
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/test_gpu.py -W default

@@ -204,11 +204,12 @@ def measure(model_name: str, method: str, num_steps: int) -> dict[str, float]:
     return {"p20": p20, "p50": p50, "p80": p80, "plain": statistics.median(times["plain"]), "memory": memory}
 
 
-def main() -> None:
+def main(script: str, output: Path) -> None:
+    """Measures every method on every model, each in a fresh process of `script`, and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-steps", type=int, default=20)
     parser.add_argument("--one", nargs=2, metavar=("MODEL", "METHOD"), help="measure one in this process, print JSON")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "step-cpu.md")
+    parser.add_argument("--output", type=Path, default=output)
     options = parser.parse_args()
     if options.one:
         print(json.dumps(measure(*options.one, options.num_steps)))
@@ -222,7 +223,7 @@ def main() -> None:
     for model in MODELS:
         plain_memory = None
         for method in METHODS:
-            command = [sys.executable, __file__, "--num-steps", str(options.num_steps), "--one", model, method]
+            command = [sys.executable, script, "--num-steps", str(options.num_steps), "--one", model, method]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 reason = done.stderr.strip().splitlines()[-1][:100].replace("|", "/")
@@ -250,4 +251,4 @@ def describe_machine() -> str:
 
 
 if __name__ == "__main__":
-    main()
+    main(__file__, Path(__file__).parent / "results" / "step-cpu.md")

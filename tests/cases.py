@@ -390,6 +390,19 @@ for kind in [nn.RNN, nn.LSTM, nn.GRU]:
         lambda kind=kind: Seq(frozen(kind(3, 4, batch_first=True), "weight_hh_l0", "bias_ih_l0")),
         (B, 5, 3),
     )
+    case(
+        f"{name}-frozen-recurrence",
+        lambda kind=kind: Seq(frozen(kind(3, 4, batch_first=True), "weight_hh_l0", "bias_hh_l0")),
+        (B, 5, 3),
+    )
+    case(
+        f"{name}-given-state",
+        lambda kind=kind: Fn(
+            lambda s, x: s.r(x, (s.h(x[:, 0])[None], s.c(x[:, 1])[None]) if isinstance(s.r, nn.LSTM) else s.h(x[:, 0])[None])[0],
+            r=kind(3, 4, batch_first=True), h=nn.Linear(3, 4), **({"c": nn.Linear(3, 4)} if kind is nn.LSTM else {}),
+        ),
+        (B, 5, 3),
+    )  # fmt: skip
 case("rnn-relu", lambda: Seq(nn.RNN(3, 4, nonlinearity="relu", batch_first=True)), (B, 6, 3))
 case("lstm-proj", lambda: Seq(nn.LSTM(3, 4, proj_size=2, batch_first=True)), (B, 6, 3))
 case("lstm-cell", lambda: Fn(lambda s, x: s.c(x, (x[:, :4], x[:, 1:5]))[0], c=nn.LSTMCell(5, 4)), (B, 5))

@@ -51,6 +51,13 @@ def convnet(dtype: torch.dtype = torch.float64) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(D, 2)).to(dtype)
 
 
+def recurrent(kind: type[nn.RNNBase]) -> nn.Module:
+    return Fn(lambda s, x: s.r(x)[0], r=kind(D, 3, batch_first=True)).double()
+
+
+RECURRENT = {kind.__name__: lambda kind=kind: recurrent(kind) for kind in (nn.LSTM, nn.GRU, nn.RNN)}
+
+
 def assert_right(grads: sw.Grads, truth: dict[str, Tensor], tolerance: float = TOLERANCE) -> None:
     """Gradients, norms and clipped sums are the oracle's, and nothing is missing."""
     assert set(grads) == set(truth)
@@ -112,6 +119,22 @@ def test_autocast_inside_the_model(dtype):
     grads = run_capture(model, rows, x)
     rows(model, x).sum().backward()
     assert_sums_to_grad(grads, model, tolerance=ROUNDED[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrent_layers_in_other_dtypes_and_autocast(kind, dtype):
+    model, x = RECURRENT[kind]().to(dtype), data(B, T, D).to(dtype)
+    assert_right(run_capture(model, rows, x), oracle(model, rows, x), tolerance=ROUNDED[dtype])
+    model, x = model.float(), x.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain_dtype = model(x).dtype
+    with torch.autocast("cpu", dtype=torch.bfloat16), sw.capture(model) as grads:
+        out = model(x)
+        assert out.dtype == plain_dtype
+        grads.backward(out.float().square().sum((1, 2)))
+    truth = oracle(model, lambda model, x: model(x).square().sum((1, 2)), x)
+    assert_right(grads, truth, tolerance=ROUNDED[torch.bfloat16])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -414,13 +437,36 @@ def test_backward_for_a_captured_parameter_is_right_or_refused():
         assert relative_error(grads["2.weight"].materialize(), oracle(model, rows, x)["2.weight"]) < TOLERANCE
 
 
-def test_gradient_penalty_is_refused():
-    model, x = stack(), data(B, T, D).requires_grad_()
+@pytest.mark.parametrize("make", [stack, *RECURRENT.values()], ids=["stack", *RECURRENT])
+def test_gradient_penalty_is_refused(make):
+    model, x = make(), data(B, T, D).requires_grad_()
     with sw.capture(model), pytest.raises(SamplewiseError, match="create_graph|not seen"):
         losses = rows(model, x)
         (g,) = torch.autograd.grad(losses.sum(), x, create_graph=True)
         (losses + g.flatten(1).norm(dim=1)).sum().backward()
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_second_backward_through_a_recurrent_layer_is_refused(kind):
+    model, x = RECURRENT[kind](), data(B, T, D)
+    with sw.capture(model) as grads:
+        losses = rows(model, x)
+        grads.backward(losses)
+        with pytest.raises(RuntimeError, match="second time"):
+            losses.sum().backward()
+    assert_right(grads, oracle(model, rows, x))
+
+
+@pytest.mark.parametrize("what", ["output", "weight"])
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_what_recurrent_layers_keep_is_not_changed_in_place(kind, what):
+    model, x = RECURRENT[kind](), data(B, T, D)
+    with sw.capture(model) as grads, pytest.raises(RuntimeError, match="inplace operation|changed in place"):
+        y = model(x)
+        with torch.no_grad():
+            (y if what == "output" else model.r.weight_hh_l0).mul_(2)
+        grads.backward(y.sum((1, 2)))
 
 
 def test_hessian_vector_product_is_refused():

@@ -62,9 +62,12 @@ class Outer(Factor):
         return mended(norms, terms, lambda doubtful: self.select(doubtful)._direct_sq_norms())
 
     def weighted_sum(self, w_B: Tensor) -> Tensor:
-        g = wide(self.g)
-        g = g * w_B.to(g.real.dtype).reshape(-1, 1, 1, 1)
-        product = torch.einsum("btgo,btgi->goi", g, wide(self.a).conj())
+        a, g = wide(self.a), wide(self.g)
+        w = w_B.to(g.real.dtype).reshape(-1, 1, 1, 1)
+        a, g = (a * w, g) if a.shape[-1] < g.shape[-1] else (a, g * w)
+        if g.stride(0) < g.stride(1):  # sequence first, as in recurrent layers: einsum need not copy it
+            a, g = a.transpose(0, 1), g.transpose(0, 1)
+        product = torch.einsum("btgo,btgi->goi", g, a.conj())
         return arrange(product.unsqueeze(0), self.sizes, self.order, self.shape)[0]
 
     def dots(self, direction: Tensor) -> Tensor:

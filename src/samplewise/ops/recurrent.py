@@ -1,8 +1,9 @@
 """RNN, LSTM and GRU: sequence Outers of the gradients of the gates.
 
 A layer's input weights act on the whole sequence at once, so they are an ordinary linear layer. What is left is the
-recurrence. Asked to run it with the identity as input weights, torch's own kernel hands back the gradient of every gate
-of every step as the gradient of its input, and the recurrent weights get g ⊗ h of the step before.
+recurrence, with the gradient g of every gate of every step, of which the recurrent weights get g ⊗ h of the step before.
+On the CPU the steps are written out (`Steps`). Elsewhere, and in half precision, torch's own kernel runs them with the
+identity as input weights, so that g is the gradient of its input.
 """
 
 from itertools import pairwise
@@ -17,6 +18,7 @@ from samplewise.errors import SamplesMixError, UnattributedError
 from samplewise.factors.dense import Dense
 from samplewise.factors.outer import Outer
 from samplewise.ops.registry import Meeting, expansion, rule
+from samplewise.ops.steps import Steps
 from samplewise.samples import Layout
 
 KERNELS = {"lstm": torch.lstm, "gru": torch.gru, "rnn_tanh": torch.rnn_tanh, "rnn_relu": torch.rnn_relu}
@@ -83,6 +85,7 @@ def recurrence(
 
 
 def run(kind: str, gates: Tensor, first: list[Tensor], w_hh: Tensor, b_hh: Any, batch_sizes: Any, backwards: bool) -> Any:
+    """By torch's own kernel."""
     width = gates.shape[-1]
     identity = torch.eye(width, dtype=gates.dtype, device=gates.device)
     nothing = gates.new_zeros(width)
@@ -96,6 +99,18 @@ def run(kind: str, gates: Tensor, first: list[Tensor], w_hh: Tensor, b_hh: Any, 
     else:
         y, *ends = KERNELS[kind](gates, batch_sizes, hx, weights, True, 1, 0.0, True, False)
     return (reversed_steps(y, batch_sizes) if backwards else y), *ends
+
+
+def run_steps(
+    kind: str, gates: Tensor, hidden: Tensor, first: list[Tensor], w_hh: Tensor, b_hh: Any, batch_sizes: Any, backwards: bool
+) -> Any:
+    """As `run`; the gates are written over, and `hidden` gets the gradient of the recurrent weights' share in them."""
+    *lead, _ = gates.shape
+    sizes = [lead[1]] * lead[0] if batch_sizes is None else batch_sizes.tolist()
+    flat_gates, flat_hidden = gates.flatten(0, -2), hidden.flatten(0, -2)
+    states = (state[0] for state in first)
+    y, *ends = Steps.apply(kind, sizes, backwards, flat_gates, flat_hidden, w_hh, b_hh, *states)  # type: ignore[misc]
+    return y.view(*lead, -1), *(end.unsqueeze(0) for end in ends)
 
 
 @rule(recurrence)
@@ -115,14 +130,9 @@ def recurrence_rule(
     """
     layout = meeting.layout(gates)
     rows = layout.fold(1)
-    seen: list[tuple[Tensor, int]] = []  # the outputs and their version, known once the kernel has run
-
-    def hidden_gates(g: Tensor, gates: Tensor, before: Tensor, w_hh: Tensor, *b_hh: Tensor) -> Tensor:
-        if kind != "gru":
-            return g
-        H = before.shape[-1]
-        r = torch.sigmoid(gates[..., :H] + F.linear(before, w_hh[:H], b_hh[0][:H] if b_hh else None))
-        return torch.cat([g[..., : 2 * H], g[..., 2 * H :] * r], -1)
+    plain_w, plain_b = meeting.plain(w_hh), meeting.plain(b_hh)
+    by_steps = gates.is_cpu and gates.dtype in (torch.float32, torch.float64)
+    seen: list[tuple[Tensor, int]] = []  # the outputs and their version, known once the steps were taken
 
     def steps_before(h0: Tensor) -> Tensor:
         ((y, version),) = seen
@@ -133,19 +143,27 @@ def recurrence_rule(
             )
         return previous(y, h0[0], batch_sizes, backwards)
 
-    def weight(g: Tensor, gates: Tensor, h0: Tensor, w_hh: Tensor, *b_hh: Tensor) -> Outer:
-        before = steps_before(h0)
-        return Outer.of_rows(rows(before), rows(hidden_gates(g, gates, before, w_hh, *b_hh)))
+    def hidden_gates(g: Tensor, h0: Tensor, *inner: Tensor) -> Tensor:
+        if not inner:
+            return g
+        (gates, w_hh, *b_hh), H = inner, h0.shape[-1]
+        r = torch.sigmoid(gates[..., :H] + F.linear(steps_before(h0), w_hh[:H], b_hh[0][:H] if b_hh else None))
+        return torch.cat([g[..., : 2 * H], g[..., 2 * H :] * r], -1)
 
-    def bias(g: Tensor, gates: Tensor, h0: Tensor, w_hh: Tensor, *b_hh: Tensor) -> Dense:
-        return Dense.of_sum(rows(hidden_gates(g, gates, steps_before(h0), w_hh, *b_hh)))
+    def weight(g: Tensor, h0: Tensor, *inner: Tensor) -> Outer:
+        return Outer.of_rows(rows(steps_before(h0)), rows(hidden_gates(g, h0, *inner)))
 
-    plain_w, plain_b = meeting.plain(w_hh), meeting.plain(b_hh)
-    keep = (gates, first[0], plain_w, *([] if plain_b is None else [plain_b]))
-    meeting.use(w_hh, weight, keep=keep)
-    meeting.use(b_hh, bias, keep=keep)
-    tapped = meeting.tap(gates)
-    y, *ends = run(kind, tapped, first, plain_w, plain_b, batch_sizes, backwards)
+    def bias(g: Tensor, h0: Tensor, *inner: Tensor) -> Dense:
+        return Dense.of_sum(rows(hidden_gates(g, h0, *inner)))
+
+    inner = (gates, plain_w, *([] if plain_b is None else [plain_b])) if kind == "gru" and not by_steps else ()
+    meeting.use(w_hh, weight, keep=(first[0], *inner))
+    meeting.use(b_hh, bias, keep=(first[0], *inner))
+    if by_steps:
+        hidden = meeting.tap(gates.new_zeros(()).expand_as(gates))
+        y, *ends = run_steps(kind, gates, hidden, first, plain_w, plain_b, batch_sizes, backwards)
+    else:
+        y, *ends = run(kind, meeting.tap(gates), first, plain_w, plain_b, batch_sizes, backwards)
     seen.append((y.detach(), y._version))
     states = states_layout(layout, gates, batch_sizes)
     return meeting.marked([y, *ends], [layout] + [states] * len(ends))
