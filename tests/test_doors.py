@@ -16,6 +16,7 @@ from samplewise.testing import oracle, relative_error
 
 WORDS = "."  # refusals differ; that each is one of ours is what counts
 LABELS = torch.tensor([3, 0, 0, 1])
+TARGETS = LABELS.double()
 
 
 def loss_refused(loss_fn, *, width: int = 4, **options) -> None:
@@ -62,8 +63,8 @@ LOSSES = {
     "probed op with infinities": lambda g, z, x: centre(z.masked_fill(FIRST, -torch.inf))[:, 1:].square().sum(),
     "triplets of columns": lambda g, z, x: F.triplet_margin_loss(z.T, z.T + 1, z.T * 2, reduction="sum", margin=99.0),
     "margins of columns": lambda g, z, x: F.multi_margin_loss(z.T, torch.zeros(4).long(), reduction="sum"),
-    "labels against all": lambda g, z, x: F.mse_loss(z[:, :1], torch.ones(B).double(), reduction="sum"),
-    "labels subtracted from all": lambda g, z, x: (z[:, :1] - torch.ones(B).double()).square().sum(),
+    "labels against all": lambda g, z, x: F.mse_loss(z[:, :1], TARGETS, reduction="sum"),
+    "labels subtracted from all": lambda g, z, x: (z[:, :1] - TARGETS).square().sum(),
     "mean of mse by default": lambda g, z, x: F.mse_loss(z, torch.ones_like(z)),
     "mean and sum": lambda g, z, x: F.mse_loss(z, torch.ones_like(z)) + z.sum(),
     "mean of means": lambda g, z, x: z.mean(0).mean(),
@@ -145,11 +146,13 @@ MODELS = {
         lambda: (LABELS + 1, data(B, 5)),
     ),
     "scale of data": (lambda: Fn(lambda s, x: s.l(F.layer_norm(x, (4,), weight=x[:, 0])), l=linear(4, 3)), lambda: (data(B, 4),)),
-    "state of another sample": (lambda: Fn(state_of_another, r=nn.GRU(5, 4, batch_first=True), e=linear(5, 4)), lambda: (data(B, 3, 5),)),
+    "state of another sample": (
+        lambda: Fn(state_of_another, r=nn.GRU(5, 4, batch_first=True), e=linear(5, 4)), lambda: (data(B, 3, 5),)
+    ),
     "hook on a transposed weight": (lambda: Fn(hook_on_transposed, w=(3, 5)), lambda: (data(B, 5),)),
     "vmap of a layer": (lambda: Fn(lambda s, x: torch.func.vmap(lambda r: s.l(r))(x), l=linear()), lambda: (data(B, 5),)),
     "grad of a layer": (
-        lambda: Fn(lambda s, x: torch.func.grad(lambda r: s.l(r).square().sum())(x), l=linear()), lambda: (data(B, 5),)
+        lambda: Fn(lambda s, x: s.l(torch.func.grad(lambda r: s.l(r).square().sum())(x)), l=linear(5, 5)), lambda: (data(B, 5),)
     ),
 }  # fmt: skip
 
@@ -204,9 +207,12 @@ def block_masked(s, x, doc):
 
 
 ORDINARY = {
-    "class picked from a buffer": (lambda: Fn(lambda s, i: s.l(s.tab.index_select(0, i)), l=linear(), tab=nn.Buffer(data(9, 5))), lambda: (LABELS,)),
+    "class picked from a buffer": (
+        lambda: Fn(lambda s, i: s.l(s.tab.index_select(0, i)), l=linear(), tab=nn.Buffer(data(9, 5))), lambda: (LABELS,)
+    ),
     "scalar picked from a buffer": (
-        lambda: Fn(lambda s, i: s.l(s.tab.index_select(0, i)[:, None].expand(-1, 5)), l=linear(), tab=nn.Buffer(data(4))), lambda: (LABELS,)
+        lambda: Fn(lambda s, i: s.l(s.tab.index_select(0, i)[:, None].expand(-1, 5)), l=linear(), tab=nn.Buffer(data(4))),
+        lambda: (LABELS,),
     ),
     "cells picked from a buffer": (
         lambda: Fn(lambda s, i, x: s.l(s.tab[i, i] + x), l=linear(), tab=nn.Buffer(data(4, 4, 5))), lambda: (LABELS, data(B, 5))

@@ -35,6 +35,8 @@ OPAQUE = set(
 )
 """Questions about a tensor that give no tensor of values: answered as they are."""
 
+ENGINE = {torch.autograd.backward, torch.autograd.grad}
+
 FRESH = set("new_zeros new_ones new_full new_empty".split())
 """Ops on data that take only its shape and type."""
 
@@ -63,7 +65,7 @@ class Intercept(TorchFunctionMode):
         name = op_name(func)
         if self.is_paused:
             return func(*args, **kwargs)
-        if name in OPAQUE:
+        if name in OPAQUE and func not in ENGINE:
             return self._opaque(func, name, args, kwargs)
         read = {k: v for k, v in kwargs.items() if k != "out"} if "out" in kwargs else kwargs
         tensors = [t for t in tree_leaves(args[:1] if name in PATTERNS else (args, read)) if isinstance(t, Tensor)]
@@ -94,17 +96,17 @@ class Intercept(TorchFunctionMode):
             self._check_given_gradients(*args[1:2], **kwargs)
         if not data and not weights:
             return self._constant(func, args, kwargs, tensors)
+        if weights and torch.is_grad_enabled() and torch._C._are_functorch_transforms_active():
+            raise UnattributedError(
+                f"{name} uses {describe(weights)} inside a transform of torch.func (vmap, grad, jvp ...) in the model, which "
+                f"samplewise does not follow. Write it out, or leave the parameter out: capture(model, exclude={names_of(weights)})."
+            )
         if weights and not data:
             self._refuse_strangers(name, tensors, weights)
 
         if data and (name in ELEMENTWISE or name in LOSSES):
             self._refuse_crossing(name, tensors, data)
         meets = bool(data and weights) and torch.is_grad_enabled()
-        if meets and torch._C._are_functorch_transforms_active():
-            raise UnattributedError(
-                f"{name} uses {describe(weights)} inside a transform of torch.func (vmap, grad, jvp ...) in the model, which "
-                f"samplewise does not follow. Write it out, or leave the parameter out: capture(model, exclude={names_of(weights)})."
-            )
         if meets and func in EXPANSIONS:
             with self:
                 out = EXPANSIONS[func](self._meeting(func, name, args, kwargs, data, weights), *args, **kwargs)
@@ -113,14 +115,15 @@ class Intercept(TorchFunctionMode):
         if meets and func in FOREIGN:
             return self._foreign(func, name, args, kwargs, data, weights)
         if not (meets and func in RULES) and func not in self._inside and (inside := without_override(func)) is not None:
-            if func is not torch.autograd.backward:  # which a reentrant checkpoint calls again inside
-                self._inside.append(func)
+            if func in ENGINE:  # which a reentrant checkpoint calls again inside
+                with self:
+                    return inside(*args, **kwargs)
+            self._inside.append(func)
             try:
                 with self:
                     return inside(*args, **kwargs)
             finally:
-                if func is not torch.autograd.backward:
-                    self._inside.pop()
+                self._inside.pop()
         if meets:
             return self._meet(func, name, args, kwargs, data, weights)
         if not data:
@@ -196,12 +199,10 @@ class Intercept(TorchFunctionMode):
         if self._looked_at.get(t) or self.recorder.constants.get(t) is not None or self.weights.is_known(t):
             return None
         self._looked_at.set(t, True)
-        others = self.marks.sharing(t) if t.layout is torch.strided and not t.is_meta else []
-        for other in others:
-            if (other.data_ptr(), other.shape, other.stride(), other.dtype) == (t.data_ptr(), t.shape, t.stride(), t.dtype):
-                self.marks.set(t, mark := self.marks.get(other) or Lost("code that was not seen"))
-                return mark
-        return Lost("code that was not seen") if others else None
+        mark = self.marks.recalled(t)
+        if mark is not None:
+            self.marks.set(t, mark)
+        return mark
 
     def _refuse_crossing(self, name: str, tensors: list[Tensor], data: list[tuple[Tensor, Mark]]) -> None:
         """Labels [B] beside outputs [B, 1] give [B, B]: each sample against the label of every other."""

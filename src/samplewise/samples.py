@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 NO_SAMPLE = -1
@@ -157,7 +158,7 @@ class Marks(Generic[M]):
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[Tensor], M]] = {}
-        self._recomputed: dict[Any, tuple[StorageWeakRef, M]] = {}
+        self._on_memory: dict[Any, tuple[StorageWeakRef, M]] = {}
 
     def get(self, t: Tensor) -> M | None:
         entry = self._entries.get(id(t))
@@ -170,7 +171,8 @@ class Marks(Generic[M]):
     def sharing(self, t: Tensor) -> list[Tensor]:
         """The other marked tensors on the memory of `t`."""
         memory = t.untyped_storage()._cdata
-        return [other for other in self.tensors() if other is not t and other.untyped_storage()._cdata == memory]
+        others = [other for other in self.tensors() if other is not t and _has_memory(other)]
+        return [other for other in others if other.untyped_storage()._cdata == memory]
 
     def set(self, t: Tensor, mark: M) -> None:
         key, entries = id(t), self._entries
@@ -181,16 +183,21 @@ class Marks(Generic[M]):
                 del entries[key]
 
         entries[key] = (weakref.ref(t, forget), mark)
-        if torch._C._current_graph_task_id() != -1:
-            self._recomputed[_memory(t)] = (StorageWeakRef(t.untyped_storage()), mark)
+        if (torch._C._current_graph_task_id() != -1 or not t.requires_grad) and _has_memory(t):
+            self._on_memory[_memory(t)] = (StorageWeakRef(t.untyped_storage()), mark)
 
     def recalled(self, t: Tensor) -> M | None:
-        """The mark of a tensor on the same memory that was made during this backward.
+        """The mark that another tensor on the same memory had, itself perhaps gone.
 
-        A checkpoint inside a checkpoint gives back what was computed again as another tensor.
+        So with what a checkpoint inside a checkpoint gives back, DLPack, `nn.Parameter(t)`. A tensor that needs a gradient
+        tells by its graph that it is data; it is remembered in backward alone.
         """
-        entry = self._recomputed.get(_memory(t))
+        entry = self._on_memory.get(_memory(t)) if _has_memory(t) else None
         return entry[1] if entry is not None and not entry[0].expired() else None
+
+
+def _has_memory(t: Tensor) -> bool:
+    return t.layout is torch.strided and not t.is_meta and not is_functorch_wrapped_tensor(t)
 
 
 def _memory(t: Tensor) -> Any:

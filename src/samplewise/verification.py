@@ -166,6 +166,15 @@ class Output:
     v: Tensor
 
 
+@dataclass
+class Loss:
+    """What a model returns that computes its own loss: samples added up."""
+
+    whole: Tensor
+    share: float | None
+    """What the gradient of a sample in the batch is of that of the sample alone, if that is certain."""
+
+
 def _refuse_mixed(out: Any, grads: Grads) -> None:
     marks = [grads.marks.get(t) for t in _tensors(out)]
     mixed = [mark for mark in marks if isinstance(mark, Mixed) and not mark.linear]
@@ -189,9 +198,9 @@ def _run_alone(b: int, module: nn.Module, grads: Grads, args: tuple, kwargs: dic
         ) from error
 
 
-def _outputs(out: Any, grads: Grads, alone: dict[int, list[Tensor]]) -> list[Output | None]:
-    """For each output that has samples, a gradient in which no two of its elements are alike."""
-    outputs: list[Output | None] = []
+def _outputs(out: Any, grads: Grads, alone: dict[int, list[Tensor]]) -> list[Output | Loss | None]:
+    """For each output that has samples, a gradient in which no two of its elements are alike; the first loss if none has."""
+    outputs: list[Output | Loss | None] = []
     for k, t in enumerate(_tensors(out)):
         layout = grads.marks.get(t)
         if not isinstance(layout, Layout) or not t.requires_grad:
@@ -202,17 +211,27 @@ def _outputs(out: Any, grads: Grads, alone: dict[int, list[Tensor]]) -> list[Out
             places = layout.fold(0)(torch.arange(t.numel(), device=t.device).reshape(t.shape))[b]
             v.view(-1)[places[theirs[k].numel() :] if k < len(theirs) else places] = 0
         outputs.append(Output(t, layout, v))
+    if not any(outputs):
+        for k, t in enumerate(_tensors(out)):
+            mark = grads.marks.get(t)
+            if isinstance(mark, Mixed) and mark.linear and t.numel() == 1 and t.requires_grad:
+                shares = {"sum": 1.0, "mean": 1.0 / (grads.batch_size or 1)}
+                outputs[k] = Loss(t, shares.get(mark.reduction or "") if mark.even else None)
+                break
     return outputs
 
 
-def _backward(outputs: list[Output | None], grads: Grads) -> None:
-    terms = [(output.whole * output.v).sum() for output in outputs if output is not None]
+def _backward(outputs: list[Output | Loss | None], grads: Grads) -> None:
+    terms = [(o.whole * o.v).sum() if isinstance(o, Output) else o.whole.sum() for o in outputs if o is not None]
     if terms:
         total = reduce(torch.add, terms)
+        grads._set_scale(1.0)
         (total.real if total.is_complex() else total).backward()
 
 
-def _compared(grads: Grads, outputs: list[Output | None], alone: dict[int, list[Tensor]], module: nn.Module) -> Verification:
+def _compared(
+    grads: Grads, outputs: list[Output | Loss | None], alone: dict[int, list[Tensor]], module: nn.Module
+) -> Verification:
     parameters = {name: grads.parameters[name] for name in grads}
     errors, right = dict.fromkeys(parameters, 0.0), dict.fromkeys(parameters, True)
     allowed = max(map(tolerance, _dtypes(grads, outputs)))
@@ -220,6 +239,8 @@ def _compared(grads: Grads, outputs: list[Output | None], alone: dict[int, list[
     for b, theirs in alone.items():
         pairs = [(output, t) for output, t in zip(outputs, theirs, strict=False) if output is not None]
         for output, t in pairs:
+            if isinstance(output, Loss):
+                continue
             mine = output.layout.fold(0)(output.whole.detach())[b][: t.numel()]
             if mine.numel() != t.numel():
                 agree = False
@@ -229,7 +250,7 @@ def _compared(grads: Grads, outputs: list[Output | None], alone: dict[int, list[
             agree = agree and error <= allowed
         if not agree:
             break
-        terms = [(t.flatten() * output.layout.fold(0)(output.v)[b][: t.numel()]).sum() for output, t in pairs]
+        terms = [_term(output, t, b) for output, t in pairs]
         total = reduce(torch.add, terms, torch.zeros((), device="cpu"))
         if not total.requires_grad:
             continue
@@ -237,9 +258,10 @@ def _compared(grads: Grads, outputs: list[Output | None], alone: dict[int, list[
         overall = max((float(T.norm()) for T in truth if T is not None), default=0.0)
         if not math.isfinite(overall):
             continue  # a sample that is not finite has no gradient to compare
-        for name, T in zip(parameters, truth, strict=True):
-            G = grads[name].of_samples(torch.tensor([b], device="cpu"))[0]
-            T = torch.zeros_like(G) if T is None else T.to_dense() if T.is_sparse else T
+        own = {name: grads[name].of_samples([b])[0] for name in parameters}
+        share = _share([output for output, _ in pairs], own, truth)
+        for (name, G), T in zip(own.items(), truth, strict=True):
+            T = torch.zeros_like(G) if T is None else share * (T.to_dense() if T.is_sparse else T)
             off, norm = float((G - T).norm()), float(T.norm())
             errors[name] = max(errors[name], off / (norm or 1.0))
             # a gradient that is zero but for rounding is compared with the others
@@ -248,6 +270,25 @@ def _compared(grads: Grads, outputs: list[Output | None], alone: dict[int, list[
             )
     rows = tuple(_row(name, grads, errors[name], right[name]) for name in parameters)
     return Verification(rows, tuple(alone), output_error, agree)
+
+
+def _term(output: Output | Loss, t: Tensor, b: int) -> Tensor:
+    """What backward starts from for sample b alone."""
+    if isinstance(output, Loss):
+        return t.sum()
+    return (t.flatten() * output.layout.fold(0)(output.v)[b][: t.numel()]).sum()
+
+
+def _share(outputs: list[Output | Loss], own: dict[str, Tensor], truth: list[Tensor | None]) -> float:
+    """What the gradient in the batch is of that alone; for a loss whose weights are not known, what fits best."""
+    losses = [output for output in outputs if isinstance(output, Loss)]
+    if not losses:
+        return 1.0
+    if losses[0].share is not None:
+        return losses[0].share
+    pairs = [(G, T.to_dense() if T.is_sparse else T) for G, T in zip(own.values(), truth, strict=True) if T is not None]
+    square = sum(float(T.abs().square().sum()) for _, T in pairs)
+    return sum(float((G * T.conj()).real.sum()) for G, T in pairs) / (square or 1.0)
 
 
 def _difference(mine: Tensor, theirs: Tensor, whole: Tensor) -> float:
@@ -303,7 +344,7 @@ def _row(name: str, grads: Grads, error: float, is_right: bool) -> Row:
     return Row(name, ops, how, layouts[0] if len(layouts) == 1 else f"{len(layouts)} layouts", error, is_right)
 
 
-def _dtypes(grads: Grads, outputs: list[Output | None]) -> set[torch.dtype]:
+def _dtypes(grads: Grads, outputs: list[Output | Loss | None]) -> set[torch.dtype]:
     """The dtypes that gradients passed through: the coarsest sets how well they can agree."""
     used = {note.dtype for notes in grads.notes.values() for note in notes}
     return used | {output.whole.dtype for output in outputs if output} | {p.dtype for p in grads.parameters.values()}

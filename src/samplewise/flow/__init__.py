@@ -130,11 +130,17 @@ def _flow(call: Call) -> Mark | Several | None:
         if call.name == "scaled_dot_product_attention" and all(mark.discrete for mark in marks if isinstance(mark, Mixed)):
             return attention(call)  # a block mask, made of the samples' ids
         return _flow_of_mixed(call, handler)
-    ids = {int(mark.ids) if mark.ids.numel() == 1 else None for mark in marks if isinstance(mark, Layout)}
-    if len(ids) == 1 and None not in ids and NO_SAMPLE not in ids:  # all of one sample, whatever the op does with it
-        return Several([call.layout(torch.full([1] * t.ndim, *ids, device="cpu")) for t in call.results or [call.out]])
+    sample = _only_sample(marks)
+    if sample is not None:  # whatever the op does with it
+        return Several([call.layout(torch.full([1] * t.ndim, sample, device="cpu")) for t in call.results or [call.out]])
     mark = handler(call) if handler else Lost(call.name)
     return probed(call) if isinstance(mark, Lost) else mark
+
+
+def _only_sample(marks: list[Mark]) -> int | None:
+    """The sample that all of these are of; None if there are several."""
+    ids = [int(mark.ids) if isinstance(mark, Layout) and mark.ids.numel() == 1 else NO_SAMPLE for mark in marks]
+    return ids[0] if ids[0] != NO_SAMPLE and len(set(ids)) == 1 else None
 
 
 def _flow_of_mixed(call: Call, handler: Handler | None) -> Mark:

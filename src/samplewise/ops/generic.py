@@ -98,12 +98,15 @@ class GenericFactor:
 
     def _refuse_other_sum(self, g: Tensor, rows: list[Tensor]) -> None:
         """Somebody's own backward may mix samples, or change what it keeps: then its parts are not parts of its whole."""
-        whole = self._vjp(self.edge, self.stand_in, g)
-        terms, total = sum(row.abs() for row in rows), sum(rows)
-        if rows and bool(((total - whole).abs() > 64 * torch.finfo(g.dtype).eps * len(rows) ** 0.5 * terms.max()).any()):
+        if not rows:
+            return
+        whole, total = self._vjp(self.edge, self.stand_in, g), torch.stack(rows).sum(0)
+        largest = max(float(row.abs().max()) for row in rows)
+        off = float((total - whole).abs().max())
+        if off > 64 * torch.finfo(g.dtype).eps * len(rows) * largest:
             raise UnattributedError(
                 f"the backward of {self.func.__name__} gives the whole batch something else than the sum of what it gives each "
-                f"sample (off by {float((total - whole).abs().max()):.1e}): it mixes samples, is not linear in the gradient, or "
+                f"sample (off by {off:.1e}): it mixes samples, is not linear in the gradient, or "
                 "changes what it keeps. Write it in ops of torch, or leave its parameters out: capture(model, exclude=[...])."
             )
 

@@ -129,6 +129,11 @@ def recurrence_rule(
     In a GRU the hidden share of the last gate is multiplied by r before it is added, so its gradient is r · g.
     """
     layout = meeting.layout(gates)
+    states = states_layout(layout, gates, batch_sizes)
+    if any(meeting.is_data(s) and not torch.equal(meeting.layout(s).ids, states.ids) for s in first):
+        raise SamplesMixError(
+            f"{kind} was given the initial states of other samples than those it runs on. Give each its own."
+        )
     rows = layout.fold(1)
     plain_w, plain_b = meeting.plain(w_hh), meeting.plain(b_hh)
     by_steps = gates.is_cpu and gates.dtype in (torch.float32, torch.float64)
@@ -165,7 +170,6 @@ def recurrence_rule(
     else:
         y, *ends = run(kind, meeting.tap(gates), first, plain_w, plain_b, batch_sizes, backwards)
     seen.append((y.detach(), y._version))
-    states = states_layout(layout, gates, batch_sizes)
     return meeting.marked([y, *ends], [layout] + [states] * len(ends))
 
 
