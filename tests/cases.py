@@ -482,7 +482,6 @@ DERIVED: dict[str, tuple[Callable, dict[str, tuple]]] = {
     "columns-picked": (lambda s, x: F.linear(x, s.w.index_select(1, torch.arange(5))), {"w": (3, 7)}),
     "kernel-from-table": (lambda s, x: F.conv1d(x, s.w.gather(2, torch.arange(3).expand(2, 6, 3))), {"w": (2, 6, 4)}),
     "blur-expanded": (lambda s, x: F.conv1d(x, s.w.expand(6, 1, 3), groups=6), {"w": (1, 1, 3)}),
-    "weight-times-data-mean": (lambda s, x: x * (s.w * x.mean((1, 2))[:, None])[:, None], {"w": (5,)}),
 }  # fmt: skip
 for name, (forward, shapes) in DERIVED.items():
     case(f"derived-{name}", lambda forward=forward, shapes=shapes: Fn(forward, **shapes), (B, 6, 5))
@@ -536,6 +535,7 @@ MET: dict[str, tuple[Callable, dict[str, tuple]]] = {
     "rms-by-hand": (lambda s, x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + s.w), {"w": (5,)}),
     "modulated": (lambda s, x: F.layer_norm(x, (5,)) * (1 + s.g) + s.b, {"g": (5,), "b": (5,)}),
     "task-weights": (lambda s, x: (-s.w).exp() * x.square().mean((1, 2), keepdim=True) + s.w, {"w": (1, 1, 2)}),
+    "scale-by-own-mean": (lambda s, x: x * (s.w * x.mean((1, 2))[:, None])[:, None], {"w": (5,)}),
     "splines": (lambda s, x: torch.einsum("btik,oik->bto", torch.stack([x, x.square(), x.sin()], -1), s.w), {"w": (3, 5, 3)}),
 }  # fmt: skip
 for name, (forward, shapes) in MET.items():
@@ -850,6 +850,152 @@ case(
     lambda: Fn(lambda s, x: F.linear(x.view(-1, s.w.size(1)), s.w) * len(s.w) / s.w.numel(), w=(3, 5)),
     (B, 5),
 )
+
+# --- tensors made in forward ---
+LENGTHS = lambda: torch.tensor([4, 6, 2, 1])
+
+
+def _filled(s: Any, x: Tensor) -> Tensor:
+    out = torch.empty(len(x), x.shape[1], 3, dtype=x.dtype)
+    for t in range(x.shape[1]):
+        out[:, t] = s.l(x[:, t])
+    return out
+
+
+def _added_up(s: Any, x: Tensor) -> Tensor:
+    total = x.new_zeros(len(x), 3)
+    for t in range(x.shape[1]):
+        total += s.l(x[:, t])
+    return total
+
+
+def _from_zeros(s: Any, x: Tensor) -> Tensor:
+    h = torch.zeros(len(x), 4, dtype=x.dtype)
+    for row in x.unbind(1):
+        h = s.cell(row, h)
+    return h
+
+
+def _fed_back(s: Any, x: Tensor) -> Tensor:
+    y, outs = torch.zeros(len(x), 3, dtype=x.dtype), []
+    for row in x.unbind(1):
+        y = s.l(torch.cat([row, y], -1))
+        outs.append(y)
+    return torch.stack(outs, 1)
+
+
+def _segments(s: Any, x: Tensor) -> Tensor:
+    rows = torch.arange(len(x)).repeat_interleave(x.shape[1])
+    return x.new_zeros(len(x), 3).index_add(0, rows, s.l(x.flatten(0, 1)))
+
+
+def _masked(s: Any, x: Tensor) -> Tensor:
+    mask = torch.ones(len(x), 6, 6, dtype=torch.bool).tril()
+    return F.scaled_dot_product_attention(s.q(x), s.k(x), x, attn_mask=mask)
+
+
+def _sorted_experts(s: Any, x: Tensor) -> Tensor:
+    h = x.flatten(0, 1)
+    best = s.gate(h).argmax(-1)
+    order, sizes = best.argsort(), torch.bincount(best, minlength=2).tolist()
+    y = torch.cat([expert(part) for expert, part in zip(s.experts, h[order].split(sizes), strict=True)])
+    return torch.empty_like(y).index_copy(0, order, y).view_as(x)
+
+
+def _added_experts(s: Any, x: Tensor) -> Tensor:
+    h = x.flatten(0, 1)
+    gates, out = s.gate(h).softmax(-1), torch.zeros_like(h)
+    for k, expert in enumerate(s.experts):
+        (rows,) = torch.where(gates.argmax(-1) == k)
+        out.index_add_(0, rows, expert(h[rows]) * gates[rows, k, None])
+    return out.view_as(x)
+
+
+def _top_experts(s: Any, x: Tensor) -> Tensor:
+    gates, picked = s.gate(x).topk(2, -1)
+    return torch.einsum("bk,bi,bkio->bo", gates.softmax(-1), x, s.w[picked])
+
+
+def _state_space(s: Any, x: Tensor) -> Tensor:
+    h, outs = x.new_zeros(len(x), 5, 2), []
+    for row in x.unbind(1):
+        step = F.softplus(s.step(row))
+        h = h * torch.exp(-step[..., None] * s.a.exp()) + (step * row)[..., None] * s.b(row)[:, None]
+        outs.append((h * s.c(row)[:, None]).sum(-1) + s.d * row)
+    return torch.stack(outs, 1)
+
+
+def _rotated(s: Any, x: Tensor) -> Tensor:
+    (a, b), angle = s.l(x).chunk(2, -1), torch.arange(6).to(x)[:, None]
+    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
+
+
+def _averaged(s: Any, i: Tensor, n: Tensor) -> Tensor:
+    mask = torch.arange(i.shape[1]) < n[:, None]
+    return s.l(s.e(i).masked_fill(~mask.unsqueeze(-1), 0.0).sum(1) / n[:, None])
+
+
+def _guided(s: Any, x: Tensor) -> Tensor:
+    z = x.detach().clone().requires_grad_()
+    (g,) = torch.autograd.grad(s.l(z).tanh().sum(), z)
+    return s.l(x - 0.1 * g)
+
+
+def _pair(i: int = 5, o: int = 5) -> nn.ModuleList:
+    return nn.ModuleList([nn.Linear(i, o), nn.Linear(i, o)])
+
+
+L53 = {"l": nn.Linear(5, 3)}
+MADE: dict[str, tuple[Callable, dict[str, Any], tuple]] = {
+    "filled": (_filled, L53, ((B, 6, 5),)),
+    "added-up": (_added_up, L53, ((B, 6, 5),)),
+    "cell-from-zeros": (_from_zeros, {"cell": nn.GRUCell(3, 4)}, ((B, 5, 3),)),
+    "fed-back": (_fed_back, {"l": nn.Linear(8, 3)}, ((B, 6, 5),)),
+    "start-token": (lambda s, x: torch.cat([s.e(torch.full((len(x), 1), 2)), x], 1), {"e": nn.Embedding(7, 5)}, ((B, 6, 5),)),
+    "zeros-like": (lambda s, x: s.l(x) + s.l(torch.zeros_like(x)), L53, ((B, 5),)),
+    "shifted": (lambda s, x: s.l(torch.cat([x.new_zeros(len(x), 1, 5), x[:, :-1]], 1)), L53, ((B, 6, 5),)),
+    "index-added": (lambda s, x: torch.zeros(len(x), 4, 3).to(x).index_add(1, torch.tensor([0, 1, 1, 3, 0, 2]), s.l(x)),
+                    L53, ((B, 6, 5),)),
+    "segments": (_segments, L53, ((B, 6, 5),)),
+    "mask": (_masked, {"q": nn.Linear(5, 5), "k": nn.Linear(5, 5, bias=False)}, ((B, 6, 5),)),
+    "positions-counted": (lambda s, i: s.e(i) + s.p((i != 0).cumsum(1)),
+                          {"e": nn.Embedding(7, 3), "p": nn.Embedding(9, 3)}, (ids(7, B, 5),)),
+    "experts-sorted": (_sorted_experts, {"gate": nn.Linear(5, 2), "experts": _pair()}, ((B, 6, 5),)),
+    "experts-added": (_added_experts, {"gate": nn.Linear(5, 2), "experts": _pair()}, ((B, 6, 5),)),
+    "experts-top": (_top_experts, {"gate": nn.Linear(5, 4), "w": (4, 5, 3)}, ((B, 5),)),
+    "state-space": (_state_space,
+                    {"a": (5, 2), "step": nn.Linear(5, 5), "b": nn.Linear(5, 2), "c": nn.Linear(5, 2), "d": (5,)}, ((B, 6, 5),)),
+    "rotated": (_rotated, {"l": nn.Linear(5, 4)}, ((B, 6, 5),)),
+    "ragged": (lambda s, x, n: torch.stack([s.l(row[:k]).sum(0) for row, k in zip(x, n.tolist(), strict=True)]),
+               L53, ((B, 6, 5), LENGTHS)),
+    "averaged": (_averaged, {"e": nn.Embedding(9, 4), "l": nn.Linear(4, 3)}, (ids(9, B, 6), LENGTHS)),
+    "last-by-index": (lambda s, x, n: s.r(x)[0][torch.arange(len(x)), n - 1],
+                      {"r": nn.GRU(3, 4, batch_first=True)}, ((B, 6, 3), LENGTHS)),
+    "last-by-gather": (lambda s, x, n: s.r(x)[0].gather(1, (n - 1)[:, None, None].expand(-1, 1, 4)),
+                       {"r": nn.RNN(3, 4, batch_first=True)}, ((B, 6, 3), LENGTHS)),
+    "state-from-data": (lambda s, x: s.r(x, s.i(x.mean(1)).unsqueeze(0))[0],
+                        {"r": nn.GRU(3, 4, batch_first=True), "i": nn.Linear(3, 4)}, ((B, 5, 3),)),
+    "beams": (lambda s, x: s.k(s.l(x).repeat_interleave(3, 0)).view(len(x), 3, -1), {**L53, "k": nn.Linear(3, 2)}, ((B, 5),)),
+    "beams-repeated": (lambda s, x: s.k(s.l(x).repeat(3, 1)).view(3, len(x), -1).transpose(0, 1),
+                       {**L53, "k": nn.Linear(3, 2)}, ((B, 5),)),
+    "two-views": (lambda s, x: torch.sub(*s.l(torch.cat([x, x + 1])).chunk(2)), L53, ((B, 5),)),
+    "turned-around": (lambda s, x: s.l(x[torch.arange(len(x)).flip(0)]).flip(0), L53, ((B, 5),)),
+    "guided": (_guided, {"l": nn.Linear(5, 5)}, ((B, 5),)),
+    "complex-parts": (lambda s, x: torch.view_as_real(torch.complex(x, x.flip(1)) @ torch.complex(s.re, s.im)),
+                      {"re": (5, 2), "im": (5, 2)}, ((B, 6, 5),)),
+    "times": (lambda s, t: torch.cat([(t[:, None] * s.f).sin(), (t[:, None] * s.f).cos()], 1), {"f": (4,)}, ((B,),)),
+    "weight-alone": (lambda s, x: s.w.expand(len(x), -1) + 0 * x, {"w": (5,)}, ((B, 5),)),
+    "penalty": (lambda s, x: s.l(x) + s.l.weight.square().sum(), L53, ((B, 5),)),
+    "similarity": (lambda s, x, y: (F.normalize(s.a(x), dim=-1) * F.normalize(s.b(y), dim=-1)).sum(-1) * s.t.exp(),
+                   {"a": nn.Linear(5, 3), "b": nn.Linear(4, 3), "t": ()}, ((B, 5), (B, 4))),
+    "skip-and-resize": (lambda s, x: s.o(torch.cat([x, F.interpolate(s.d(x), scale_factor=2, mode="bilinear")], 1)),
+                        {"d": nn.Conv2d(2, 3, 3, stride=2, padding=1), "o": nn.Conv2d(5, 1, 1)}, ((B, 2, 4, 4),)),
+}  # fmt: skip
+for name, (forward, parts, shapes) in MADE.items():
+    case(f"made-{name}", lambda forward=forward, parts=parts: Fn(forward, **copy.deepcopy(parts)), *shapes)
+case("convnet-pooled", lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+     nn.Linear(4, 3)), (B, 2, 4, 4))  # fmt: skip
+case("dropout-eval", lambda: nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5).eval(), nn.Linear(5, 3)), (B, 5))
 
 BY_NAME = {c.name: c for c in CASES}
 assert len(BY_NAME) == len(CASES)
