@@ -193,6 +193,18 @@ def outcomes(library: str) -> dict[str, tuple[str, str]]:
     return found
 
 
+LEGEND = """\
+- right: the oracle's gradients, one backward a sample in float64 ({gradients} uses); an error where samples mix or plain autograd
+  raises ({refusal}); either of them where the loss of a batch does not weigh its samples alike ({either})
+- refused: an error where there are gradients; asked again in float32, which has kernels of its own, before it counts
+- wrong: other numbers or shapes, a missing gradient, or a model left with other parameters, without an error
+- crashed: the process ended
+
+Of samplewise, norms and clipped sums must be right too. ExpandedWeights is torch's `call_for_per_sample_grads` with the batch size
+given, vmap(grad) is `torch.func` over `functional_call`, Opacus hooks is `GradSampleModule` as it comes. vmap runs every sample
+alone, so where samples mix it answers for another model than the one that trains; these are counted as wrong, and apart."""
+
+
 def table(results: dict[str, dict[str, tuple[str, str]]]) -> list[str]:
     kinds = ["right", "refused", "wrong", "crashed"]
     counts = {library: Counter(result for result, _ in found.values()) for library, found in results.items()}
@@ -205,14 +217,7 @@ def table(results: dict[str, dict[str, tuple[str, str]]]) -> list[str]:
         f"`python benchmarks/coverage.py`: {len(ALL)} uses, CPU, Python {platform.python_version()}, {versions}, samplewise at "
         f"commit {commit.strip()}.",
         "",
-        f"Right means the oracle's gradients, one backward a sample in float64 ({expected['gradients']} uses); an error where "
-        "samples mix, or where plain",
-        f"autograd raises ({expected['refusal']}); either where a batch's loss does not weigh its samples alike "
-        f"({expected['either']}). Refused means an error where there are",
-        "gradients, wrong means other numbers or a missing gradient without an error, crashed a process that ended. Of samplewise "
-        "norms and clipped",
-        "sums are compared too. vmap runs every sample alone, so where samples mix it answers for another model than the one that "
-        "trains.",
+        *LEGEND.format(**expected).splitlines(),
         "",
         "| library | " + " | ".join(kinds) + " | of the wrong ones, samples mix |",
         "|-" * (len(kinds) + 2) + "|",
