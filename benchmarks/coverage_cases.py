@@ -158,6 +158,8 @@ use(
     ids(9, 8),
     loss_fn=lambda m, x, y: -m(x, y)[0],
 )
+use("loss-adaptive-softmax-no-features", lambda: nn.AdaptiveLogSoftmaxWithLoss(5, 9, [2, 5]), (8, 5), ids(9, 8),
+    loss_fn=lambda m, x, y: -m(x, y)[0])  # fmt: skip
 use("loss-siamese", lambda: linear(5, 5), (B, 5), (B, 5), loss_fn=lambda m, x, y: (m(x) - m(y)).square().sum(1))
 
 # --- how the model is called, and what it is wrapped in ---
@@ -338,6 +340,12 @@ def modulated(s: Any, x: Tensor, z: Tensor) -> Tensor:
     return F.conv1d(x.reshape(1, -1, x.shape[-1]), w, groups=len(x)).view(len(x), 3, -1)
 
 
+def mixed_kernels(s: Any, x: Tensor) -> Tensor:
+    """Dynamic convolution: each sample mixes a few kernels."""
+    w = torch.einsum("bk,koij->boij", s.gate(x.mean(2)).softmax(-1), s.w)
+    return F.conv1d(x.reshape(1, -1, x.shape[-1]), w.flatten(0, 1), groups=len(x)).view(len(x), 3, -1)
+
+
 def quantized(s: Any, x: Tensor) -> Tensor:
     z = s.l(x)
     q = s.codes[torch.cdist(z.flatten(0, 1), s.codes).argmin(-1)].view_as(z)
@@ -364,6 +372,7 @@ use("made-scattered", lambda: Fn(lambda s, x, i: x.new_zeros(len(x), 4, 3).scatt
 use("made-padded-sequence", lambda: Fn(lambda s, x, n: pad_sequence([s.l(row[:k]) for row, k in zip(x, n.tolist(), strict=True)],
     batch_first=True), l=linear()), (B, 6, 5), LENGTHS)  # fmt: skip
 use("made-kernels", lambda: Fn(modulated, w=(3, 2, 3), style=linear(4, 2)), (B, 2, 7), (B, 4))
+use("made-kernels-mixed", lambda: Fn(mixed_kernels, w=(2, 3, 2, 3), gate=linear(2, 2)), (B, 2, 7))
 use("made-codes", lambda: Fn(quantized, l=linear(), codes=(4, 3)), (B, 6, 5))
 use("made-jagged", lambda: Fn(jagged, l=linear()), (B, 6, 5), LENGTHS,
     loss_fn=lambda m, x, n: torch.stack([part.square().sum() for part in m(x, n).split(n.tolist())]))  # fmt: skip
