@@ -4,7 +4,7 @@ BIN := .venv/bin
 # oneDNN's AMX kernels for bfloat16 crash on some virtual machines; AVX-512 gives the same numbers.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 
-.PHONY: demo test lint fuzz bench test-gpu clean
+.PHONY: demo test lint fuzz bench coverage test-gpu clean
 
 demo: .venv/cli
 	$(BIN)/samplewise demo
@@ -24,6 +24,9 @@ fuzz: .venv/dev
 bench: .venv/bench
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/recurrent.py
+
+coverage: .venv/dev .venv/bench
+	$(BIN)/python benchmarks/coverage.py
 
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/test_gpu.py -W default
