@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from cases import Fn
 from test_silent_errors import B, assert_right, data, linear, refused, two
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import samplewise as sw
 from samplewise import SamplewiseError
@@ -53,6 +54,8 @@ FIRST = torch.tensor([True, False, False, False])
 LOSSES = {
     "hook that normalises": lambda g, z, x: hooked(z, lambda g: g / g.norm()).square().sum(),
     "hook that centres in place": lambda g, z, x: hooked(z, lambda g: g.sub_(g.mean(0))).square().sum(),
+    "hook that flips": lambda g, z, x: hooked(z, lambda g: g.flip(0)).square().sum(),
+    "hook that leaves torch": lambda g, z, x: hooked(z, lambda g: torch.from_numpy(g.numpy() / (g.numpy() ** 2).sum())).square().sum(),
     "Function whose backward mixes": lambda g, z, x: MixingBackward.apply(z).square().sum(),
     "statistic copied": lambda g, z, x: (z - copy.deepcopy(z.detach().mean(0))).square().sum(),
     "statistic by DLPack": lambda g, z, x: (z - torch.from_dlpack(z.detach().mean(0))).square().sum(),
@@ -68,6 +71,10 @@ LOSSES = {
     "mean of mse by default": lambda g, z, x: F.mse_loss(z, torch.ones_like(z)),
     "mean and sum": lambda g, z, x: F.mse_loss(z, torch.ones_like(z)) + z.sum(),
     "mean of means": lambda g, z, x: z.mean(0).mean(),
+    "mean by hand": lambda g, z, x: z.square().sum() / len(z),
+    "kl_div batchmean": lambda g, z, x: F.kl_div(z, z.detach().exp(), reduction="batchmean"),
+    "one row of all samples": lambda g, z, x: F.pairwise_distance(z[:, 0], TARGETS),
+    "load balancing": lambda g, z, x: (z.mean(0) * F.one_hot(z.argmax(1), 4).double().mean(0)).sum(),
     "gradient given that mixes": lambda g, z, x: _with_gradient(z, z.detach().softmax(0)),
 }  # fmt: skip
 
@@ -119,6 +126,35 @@ def data_replaced(s, x):
     return s.b(h)
 
 
+def mean_through_a_view(s, x):
+    v = torch.zeros(5).double()
+    torch.mean(x, 0, out=v[:])
+    return s.b(x - v)
+
+
+def mean_through_an_alias(s, x):
+    v = torch.zeros(5).double()
+    w = v.detach()
+    v.add_(x.mean(0))
+    return s.b(x - w)
+
+
+def running_mean(s, x):
+    s.mu.data.mul_(0.9).add_(x.mean(0), alpha=0.1)
+    return s.l(x - s.mu)
+
+
+def bias_from_the_batch(s, x):
+    s.l.bias.data.copy_(x.mean(0)[:3])
+    return s.l(x)
+
+
+def some_rows_written(s, x):
+    out = torch.zeros(len(x), 5).double()
+    out[0] = x[0]
+    return s.l(out)
+
+
 def unique_rows(s, ids, x):
     unique, inverse = torch.unique(ids, return_inverse=True)
     h = s.w[unique]
@@ -140,6 +176,11 @@ MODELS = {
     "memory changed through data": (lambda: Fn(data_replaced, **two()), lambda: (data(B, 5),)),
     "table of the batch, rows of others": (lambda: Fn(lambda s, i, t: s.l(t[i]), l=linear()), lambda: (LABELS, data(B, 5))),
     "columns of others": (lambda: Fn(lambda s, i, t: s.l(t.index_select(0, i)), l=linear()), lambda: (LABELS, data(B, 5))),
+    "mean through a view": (lambda: Fn(mean_through_a_view, **two()), lambda: (data(B, 5),)),
+    "mean through an alias": (lambda: Fn(mean_through_an_alias, **two()), lambda: (data(B, 5),)),
+    "running mean through data": (lambda: Fn(running_mean, l=linear(), mu=nn.Buffer(data(5))), lambda: (data(B, 5),)),
+    "bias from the batch": (lambda: Fn(bias_from_the_batch, l=linear()), lambda: (data(B, 5),)),
+    "rows of which one is written": (lambda: Fn(some_rows_written, l=linear()), lambda: (data(B, 5),)),
     "rows combined where picked": (lambda: Fn(unique_rows, w=(7, 5)), lambda: (LABELS, data(B, 5))),
     "buffer read relative to the batch": (
         lambda: Fn(lambda s, i, x: s.l(s.tab[i - i.min()] + x), l=linear(), tab=nn.Buffer(data(20, 5))),
@@ -206,7 +247,48 @@ def block_masked(s, x, doc):
     return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask[None])[0]
 
 
+def cached(s, x):
+    k = x.new_zeros(len(x), 7, 4)
+    k[:, :6] = s.k(x)
+    return F.scaled_dot_product_attention(s.q(x), k, k)
+
+
+def padding_left_out(s, x, n):
+    mask = torch.arange(x.shape[1]) < n[:, None]
+    out = x.new_zeros(*x.shape[:2], 3)
+    out[mask] = s.l(x[mask])
+    return out
+
+
+def slices_added(s, x):
+    out = torch.zeros(len(x), x.shape[1], 3).double()
+    for t in range(x.shape[1]):
+        out[:, t] += s.l(x[:, t])
+    return out
+
+
+def padded_sequence(s, x, n):
+    return nn.utils.rnn.pad_sequence([s.l(row[:k]) for row, k in zip(x, n.tolist(), strict=True)], batch_first=True)
+
+
+def scattered(s, x, i):
+    return x.new_zeros(len(x), 4, 3).scatter_add(1, i[:, :, None].expand(-1, -1, 3), s.l(x))
+
+
+LENGTHS = torch.tensor([4, 6, 2, 1])
 ORDINARY = {
+    "cache": (lambda: Fn(cached, k=linear(5, 4), q=linear(5, 4)), lambda: (data(B, 6, 5),)),
+    "ones made in forward": (lambda: Fn(lambda s, x: s.l(x) + s.l(x.new_ones(len(x), 5)), l=linear()), lambda: (data(B, 5),)),
+    "slices added": (lambda: Fn(slices_added, l=linear()), lambda: (data(B, 6, 5),)),
+    "scattered": (lambda: Fn(scattered, l=linear()), lambda: (data(B, 6, 5), torch.randint(4, (B, 6)))),
+    "distances of folded rows": (
+        lambda: Fn(lambda s, x: torch.cdist(s.l(x).flatten(0, 1), s.codes).view(len(x), 6, 7), l=linear(), codes=(7, 3)),
+        lambda: (data(B, 6, 5),),
+    ),
+    "complex scales": (
+        lambda: Fn(lambda s, x: torch.addmm(s.b + 0j, x + 0j, s.w + 0j, alpha=2 + 3j, beta=1 + 2j).abs(), b=(3,), w=(5, 3)),
+        lambda: (data(B, 5),),
+    ),
     "class picked from a buffer": (
         lambda: Fn(lambda s, i: s.l(s.tab.index_select(0, i)), l=linear(), tab=nn.Buffer(data(9, 5))), lambda: (LABELS,)
     ),
@@ -231,6 +313,53 @@ ORDINARY = {
 def test_ordinary_use_is_right(name):
     make, batch = ORDINARY[name]
     assert_right(make().double(), *batch())
+
+
+def trimmed(model, x, n):
+    """The losses of each sample's own steps."""
+    return torch.stack([z[:k].square().sum() for z, k in zip(model(x, n), n.tolist(), strict=True)])
+
+
+@pytest.mark.parametrize("forward", [padding_left_out, padded_sequence])
+def test_padding_made_in_forward(forward):
+    assert_right(Fn(forward, l=linear()).double(), data(B, 6, 5), LENGTHS, loss_fn=trimmed)
+
+
+def ctc_losses(model, x, y):
+    z = model(x).log_softmax(-1).transpose(0, 1)
+    return F.ctc_loss(z, y, [z.shape[0]] * len(x), [2] * len(x), reduction="none")
+
+
+def test_ctc_loss():
+    labels = torch.tensor([[1, 2], [2, 1], [2, 2], [1, 1]])
+    assert_right(linear(5, 3).double(), data(B, 6, 5), labels, loss_fn=ctc_losses)
+
+
+@torch.library.custom_op("samplewise_tests::counted", mutates_args={"count"})
+def counted(x: Tensor, count: Tensor) -> Tensor:
+    count.add_(1)
+    return x * 2
+
+
+def test_ops_are_not_tried_out_on_what_they_change():
+    model = Fn(lambda s, x: s.l(counted(x, s.count)), l=linear(), count=nn.Buffer(torch.zeros(())))
+    with pytest.raises(SamplewiseError), sw.capture(model, verify=False):
+        model(torch.randn(B, 5))
+    assert model.count == 1
+
+
+def test_an_integer_that_picks_a_branch_is_a_kind_of_call():
+    model = Fn(lambda s, x, k: s.l(x / x.abs().max().item() if k else x), l=linear())
+    with sw.capture(model):
+        model(torch.randn(B, 5), 0)
+    with pytest.raises(SamplewiseError, match="influence"), sw.capture(model):
+        model(torch.randn(B, 5), 1)
+
+
+def test_drop_in_refuses_checkpoints_in_words():
+    model = Fn(lambda s, x: checkpoint(s.b, s.a(x), use_reentrant=False), **two()).double()
+    with pytest.raises(SamplewiseError, match="inside a checkpoint"):
+        sw.call_for_per_sample_grads(model)(data(B, 5))
 
 
 def test_block_mask_made_of_document_ids():
@@ -259,6 +388,13 @@ def test_hooks_that_keep_samples_apart_run():
         h.register_hook(lambda g: g / g.norm(dim=1, keepdim=True))
         model[1](h).square().sum().backward()
         assert relative_error(grads["0.weight"].of_samples([b])[0], model[0].weight.grad) < 1e-9
+
+
+def test_a_hook_that_waits_for_an_ordinary_gradient_is_refused():
+    model = linear()
+    model.weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(SamplewiseError, match="gradient hook"):
+        sw.capture(model)
 
 
 def test_buffers_of_the_caller_are_read_until_the_last_query():

@@ -102,6 +102,19 @@ class NormalisedBackward(TimesWeight):
         return g * w, (g / g.norm() * x).sum(0)
 
 
+class OthersInBackward(TimesWeight):
+    """Linear in the gradient, but with the rows of other samples."""
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g * w, (g * x.flip(0)).sum(0)
+
+
+def test_autograd_function_whose_backward_uses_other_samples():
+    refused(Fn(lambda s, x: OthersInBackward.apply(x, s.w), w=(5,)).double(), data(B, 5), words="alone", verify=False)
+
+
 @pytest.mark.parametrize("function", [InPlaceBackward, NormalisedBackward])
 def test_autograd_function_whose_backward_is_not_a_sum_over_samples(function):
     refused(Fn(lambda s, x: function.apply(x, s.w), w=(5,)).double(), data(B, 5), words="something else than the sum")

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from samplewise.errors import SamplesMixError
-from samplewise.samples import Mark, Marks, Mixed
+from samplewise.samples import Layout, Lost, Mark, Marks, Mixed
 
 
 def followed_hook(mode: TorchFunctionMode, marks: Marks[Mark], layout: Mark, hook: Callable) -> Callable:
@@ -21,7 +21,7 @@ def followed_hook(mode: TorchFunctionMode, marks: Marks[Mark], layout: Mark, hoo
         else:  # a backward thread of CUDA
             with mode:
                 out = hook(g)
-        _refuse_mixed(marks, [g, out], f"a gradient hook on a tensor {tuple(g.shape)}")
+        _refuse_mixed(marks, layout, g if out is None else out, f"a gradient hook on a tensor {tuple(g.shape)}")
         return out
 
     return followed
@@ -29,7 +29,7 @@ def followed_hook(mode: TorchFunctionMode, marks: Marks[Mark], layout: Mark, hoo
 
 def follow(marks: Marks[Mark], name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     """From now on the backward of the Function that made these marked outputs raises if samples meet in what it gives data."""
-    places = [k for k, t in enumerate(inputs) if marks.get(t) is not None]
+    places = [(k, mark) for k, t in enumerate(inputs) if (mark := marks.get(t)) is not None]
     nodes = {t.grad_fn for t in outputs if t.grad_fn is not None}
     layouts: dict[int, Mark] = {t.output_nr: mark for t in outputs if (mark := marks.get(t)) is not None}
     for node in nodes:
@@ -43,17 +43,25 @@ def follow(marks: Marks[Mark], name: str, inputs: Sequence[Tensor], outputs: Seq
 
         def leave(gradients: tuple[Tensor | None, ...], _: Any, held: list[Tensor] = held) -> None:
             held.clear()
-            _refuse_mixed(marks, [gradients[k] for k in places], f"the backward of {name}")
+            for k, mark in places:
+                g = gradients[k]
+                if g is not None and marks.get(g) is not None:  # what leaves torch is left to verification
+                    _refuse_mixed(marks, mark, g, f"the backward of {name}")
 
         node.register_prehook(enter)
         node.register_hook(leave)
 
 
-def _refuse_mixed(marks: Marks[Mark], gradients: Sequence[Any], where: str) -> None:
-    for g in gradients:
-        mark = marks.get(g) if isinstance(g, Tensor) else None
-        if isinstance(mark, Mixed) and not torch.is_grad_enabled():
-            raise SamplesMixError(
-                f"in {where}, {mark.op} combines gradients of several samples, so that each gets something of the others. "
-                "Per-sample gradients do not exist for it. Let it treat each sample alone, or remove it."
-            )
+def _refuse_mixed(marks: Marks[Mark], layout: Mark, g: Tensor, where: str) -> None:
+    """Raises if `g` does not hold, in each place, a gradient of the sample there and of no other."""
+    mark = marks.get(g)
+    if isinstance(layout, Layout) and not (
+        isinstance(mark, Layout) and torch.equal(*torch.broadcast_tensors(mark.ids, layout.ids))
+    ):
+        how = (
+            f"{mark.op} combines gradients of several samples" if isinstance(mark, Mixed | Lost) else "samples change places"
+        )
+        raise SamplesMixError(
+            f"in {where}, {how if mark is not None else 'the gradient leaves torch'}, so that a sample may get something of the "
+            "others. Per-sample gradients do not exist for it. Let it treat each sample alone and in place, or remove it."
+        )

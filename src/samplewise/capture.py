@@ -63,10 +63,14 @@ class Capture:
             self.constants.set(t, True)
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self.anchor_node = get_gradient_edge(self.anchor).node
-        hooked = [name for name, p in self.parameters.items() if p._backward_hooks]
+        hooked = [
+            name
+            for name, p in self.parameters.items()
+            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+        ]
         if hooked:
             raise SamplewiseError(
-                f"parameter {hooked[0]!r} has a gradient hook (register_hook), which per-sample gradients do not pass. Remove "
+                f"parameter {hooked[0]!r} has a gradient hook (register_hook, register_post_accumulate_grad_hook), which per-sample gradients do not pass. Remove "
                 "the hook, or leave the parameter out: capture(model, exclude=[...])."
             )
         self.weights = Weights(self.parameters, self.anchor_node)

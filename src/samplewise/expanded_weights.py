@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.utils._pytree import arg_tree_leaves, tree_leaves
 
 from samplewise.capture import Capture, unseen
@@ -14,7 +15,8 @@ from samplewise.factors.base import Factor
 from samplewise.factors.total import join
 from samplewise.intercept import Intercept
 from samplewise.ops.foreign import FOREIGN, ExpandedWeight
-from samplewise.tap import Targets
+from samplewise.sight import close_eyes, open_eyes
+from samplewise.tap import Note, Targets
 
 __all__ = [
     "ExpandedWeight",
@@ -73,16 +75,28 @@ class GradSampleCall(Capture):
             parameter.grad_sample = None  # type: ignore[attr-defined]
         self._written: dict[str, Tensor] = {}
         self._is_open = True
+        open_eyes()
         self._watch_modules()
         try:
             with Intercept(self):
                 out = self.model(*args, **kwargs)
         finally:
             self._let_go()
+            close_eyes()
         leaked = self.weights.reached_from(*(t for t in tree_leaves(out) if isinstance(t, Tensor)))
         if leaked:
             raise UnattributedError(unseen(leaked))
         return out
+
+    def note(self, targets: Targets, use: Note) -> None:
+        """A checkpoint would run forward again in backward, which is outside of what is watched."""
+        hooks = _top_saved_tensors_default_hooks(False)
+        if hooks is not None and "_checkpoint_hook" in hooks[0].__qualname__:
+            raise SamplewiseError(
+                f"{use.op} uses parameter {targets[0][0]!r} inside a checkpoint, which call_for_per_sample_grads does not serve: "
+                "its backward runs unwatched. Use `with samplewise.capture(model) as grads`, with backward inside the block."
+            )
+        super().note(targets, use)
 
     def deliver(self, targets: Targets, factor: Factor) -> None:
         if not self._factors:

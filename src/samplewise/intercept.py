@@ -1,6 +1,7 @@
 """Sees each op; where a weight meets data, the op's rule runs in place of the op."""
 
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -8,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -57,6 +59,8 @@ class Intercept(TorchFunctionMode):
         self.marks, self.weights = recorder.marks, recorder.weights
         self.is_paused = False
         self._looked_at: Marks[bool] = Marks()
+        self._written: dict[int, tuple[StorageWeakRef, weakref.ref[Tensor]]] = {}
+        """Memory that data was written into in place, and the tensor through which it was."""
         self._inside: list[Callable] = []
         """Functions being looked into; one that calls itself by its own name (Tensor.unflatten) is then an op."""
 
@@ -73,7 +77,7 @@ class Intercept(TorchFunctionMode):
         weights: list[tuple[Tensor, Weight]] = []
         routed = False
         for t in tensors:
-            if (mark := self.marks.get(t)) is None:
+            if (mark := self.marks.get(t)) is None and not (name == "setitem" and self._wrote(t, args)):
                 mark = self._alias(t)
             if mark is not None:
                 if routes(name, t, mark, args, self.marks.get):
@@ -196,6 +200,8 @@ class Intercept(TorchFunctionMode):
 
     def _alias(self, t: Tensor) -> Mark | None:
         """The mark of an unmarked tensor that came about unseen on the memory of a marked one (DLPack, nn.Parameter(t))."""
+        if self._written and (entry := self._written.get(t.untyped_storage()._cdata)) and not entry[0].expired():
+            return Lost("a write into memory that it shares")
         if self._looked_at.get(t) or self.recorder.constants.get(t) is not None or self.weights.is_known(t):
             return None
         self._looked_at.set(t, True)
@@ -413,7 +419,14 @@ class Intercept(TorchFunctionMode):
         if in_place and not same_samples(mark, self.marks.get(t)):
             for other in self.marks.sharing(t):
                 self.marks.set(other, Lost("a write into memory that it shares"))
+            storage = t.untyped_storage()
+            self._written[storage._cdata] = (StorageWeakRef(storage), weakref.ref(t))
         self.marks.set(t, mark)
+
+    def _wrote(self, t: Tensor, args: tuple) -> bool:
+        """Whether what was written into the memory of `t` is what `t[index] = value` now puts there: t[index] += ..."""
+        entry = self._written.get(t.untyped_storage()._cdata) if t is args[0] and t.layout is torch.strided else None
+        return entry is not None and entry[1]() is args[2]
 
     def _layouts(self, name: str, data: list[tuple[Tensor, Mark]], weights: list) -> list[tuple[Tensor, Layout]]:
         layouts = [(t, mark) for t, mark in data if isinstance(mark, Layout) and not mark.has_strays]

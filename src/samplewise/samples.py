@@ -106,7 +106,7 @@ class Fold:
                 return t.reshape(1, num_positions * lead[self.axis], *features)
             return t.movedim(self.axis, 0).reshape(B, num_positions, *features)
         order, sample, slot, width = self._slots(tuple(lead))
-        rows = t.reshape(-1, *features)
+        rows = t.reshape(lead.numel(), *features)
         out = rows.new_zeros(B, width, *features)
         out[sample.to(t.device), slot.to(t.device)] = rows[order.to(t.device)]
         return out
@@ -137,6 +137,7 @@ class Mixed:
     discrete: bool = False
     reduction: str | None = None
     """"sum" or "mean" where it is certain that it is just that over the samples."""
+    num_samples: int | None = None
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,9 @@ HALF_SUMS = 0.75
 """For gradients in half precision, where it is truth that is off: torch's own sum over 70,000 rows loses half of it. Samples
 mistaken for one another are still off by more."""
 
+MAX_KINDS = 16
+"""Of calls that differ in integers alone."""
+
 VERIFIED: weakref.WeakKeyDictionary[nn.Module, set] = weakref.WeakKeyDictionary()
 """The kinds of calls of each model that were found right."""
 
@@ -368,11 +371,12 @@ def _tensors(tree: Any) -> list[Tensor]:
 def _kind(recording: Capture, module: nn.Module, args: tuple, kwargs: dict) -> Any:
     """Calls of one kind differ in sizes alone, not in which sizes are 1 or the batch size."""
     B = recording.batch_size
+    few = len(VERIFIED.get(module, ())) < MAX_KINDS  # a counter among the arguments would make each call a kind of its own
 
     def spec(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.dtype, leaf.device, tuple("B" if size == B else min(size, 2) for size in leaf.shape)
-        return leaf if isinstance(leaf, bool | str | None) else type(leaf)
+        return leaf if isinstance(leaf, bool | str | None) or (few and isinstance(leaf, int)) else type(leaf)
 
-    modes = tuple((type(m), m.training) for m in module.modules())
+    modes = tuple((type(m), *(v for v in vars(m).values() if v is None or type(v) in (bool, str))) for m in module.modules())
     return tuple(map(spec, tree_leaves((args, kwargs)))), modes, recording.batch_dim, tuple(recording.parameters)

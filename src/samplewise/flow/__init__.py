@@ -22,6 +22,7 @@ from samplewise.flow.meets import (
     compared,
     contracted,
     crossed,
+    ctc,
     embedded,
     fourier,
     images,
@@ -52,6 +53,7 @@ from samplewise.flow.moves import (
     repeated,
     reshaped,
     scattered,
+    sequences,
     written,
 )
 from samplewise.flow.probe import probed
@@ -150,14 +152,17 @@ def _flow_of_mixed(call: Call, handler: Handler | None) -> Mark:
     nonlinear = Mixed(mixed[0].op)
     if call.name in ADDING and call.out.ndim == 0 and all(mark.linear for mark in mixed):
         even = len(mixed) == len(call.marks) and all(mark.even for mark in mixed)
-        return Mixed(mixed[0].op, linear=True, even=even, reduction=_reduction_of_terms(mixed))
+        return replace(mixed[0], even=even, reduction=_reduction_of_terms(mixed))
     if len(mixed) != len(call.marks) or not all(mark.linear for mark in mixed):
         return nonlinear  # a statistic of the batch goes back into its samples
     if call.name in LINEAR or call.name in ("sum", "mean") or handler in MOVES:
-        return Mixed(mixed[0].op, linear=True, even=all(mark.even for mark in mixed), reduction=_reduction_of_terms(mixed))
+        return replace(mixed[0], even=all(mark.even for mark in mixed), reduction=_reduction_of_terms(mixed))
     only_numerator_learns = call.name not in DIVIDING or not learning or learning[0] is call.args[0]
+    if len(mixed) > 1 and call.name not in DIVIDING:
+        return nonlinear  # a statistic that every sample is multiplied with
     if call.name in SCALING and len(learning) <= 1 and only_numerator_learns:
-        return Mixed(mixed[0].op, linear=True, even=len(mixed) == 1 and mixed[0].even)
+        one = len(mixed) == 1
+        return replace(mixed[0], even=one and mixed[0].even, reduction=_reduction_scaled(call, mixed[0]) if one else None)
     return nonlinear
 
 
@@ -165,6 +170,13 @@ def _reduction_of_terms(terms: list[Mixed]) -> str | None:
     """What a sum of these is over the samples: certainly no sum if one of them is a mean."""
     certain = {mark.reduction for mark in terms} - {None}
     return "mean of one term and sum of another" if len(certain) > 1 else certain.pop() if certain else None
+
+
+def _reduction_scaled(call: Call, mark: Mixed) -> str | None:
+    """A sum divided by the number of samples is their mean."""
+    by = call.args[1] if call.name in DIVIDING and len(call.args) > 1 else None
+    is_mean = mark.reduction == "sum" and not isinstance(by, Tensor) and by == mark.num_samples and by != 1
+    return "mean" if is_mean else None
 
 
 LINEAR = set(
@@ -200,7 +212,8 @@ RESHAPED = (
 )
 PERMUTED = "permute transpose swapaxes swapdims movedim moveaxis t T mT H mH adjoint"
 INDEXED_ALONG = (
-    "select narrow chunk split split_with_sizes tensor_split unbind index_select flip roll repeat_interleave unfold"
+    "select narrow chunk split split_with_sizes tensor_split hsplit vsplit dsplit unbind index_select flip roll "
+    "repeat_interleave unfold"
 )
 REDUCTIONS = (
     "sum mean prod amax amin max min argmax argmin any all logsumexp norm linalg_norm linalg_vector_norm var std var_mean "
@@ -266,6 +279,8 @@ HANDLERS: dict[str, Handler] = {
     "cosine_similarity": compared,
     **dict.fromkeys(["cross", "linalg_cross"], crossed),
     "index_put": put,
+    "pad_sequence": sequences,
+    "ctc_loss": ctc,
     **dict.fromkeys(["scatter", "scatter_add", "scatter_reduce"], scattered),
     "pack_padded_sequence": packed,
     "pad_packed_sequence": unpacked,

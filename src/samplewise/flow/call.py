@@ -40,7 +40,7 @@ class Call:
         return Layout(ids, self.subject[1].num_samples)
 
     def mixed(self, **kwargs: Any) -> Mixed:
-        return Mixed(self.name, **kwargs)
+        return Mixed(self.name, num_samples=self.subject[1].num_samples, **kwargs)
 
 
 class Several(list[Mark | None]):

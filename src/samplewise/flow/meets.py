@@ -222,6 +222,17 @@ def embedded(call: Call) -> Mark:
     return call.layout(layout.ids.unsqueeze(-1))
 
 
+def ctc(call: Call) -> Mark:
+    """ctc_loss(log_probabilities [T, B, C], ...): one loss a sample, or their sum, or a mean weighted by lengths."""
+    tensor, layout = call.subject
+    if tensor is not call.args[0] or layout.dims != (1,) or tensor.ndim != 3:
+        return Lost(call.name)
+    reduction = call.arg(5, "reduction", 1)
+    if reduction == 0:
+        return call.layout(layout.ids.flatten())
+    return call.mixed(linear=True, even=reduction == 2, reduction="sum" if reduction == 2 else "mean")
+
+
 def one_hot(call: Call) -> Mark:
     return call.layout(call.subject[1].ids.unsqueeze(-1))
 
@@ -251,6 +262,8 @@ def _packed_attention(call: Call) -> Mark:
     strangers = (of_query.unsqueeze(1) != of_key.unsqueeze(0)).to(mask.device)
     if not torch.equal(of_key, of_value) or bool((sees & strangers).any()):
         return call.mixed()
+    if mask.dtype != torch.bool and bool((~sees).all(-1).any()):  # a row that sees nothing sees all, if its mask is finite
+        return call.mixed()
     return layouts[id(query)]
 
 
@@ -266,7 +279,7 @@ def loss(call: Call) -> Mark:
     met = merged(call, [aligned(mark.ids, ndim) for _, mark in call.marks if isinstance(mark, Layout)])
     if not isinstance(met, Layout):
         return met
-    if call.name in COMPARING and ndim > 0 and ndim - 1 in met.dims and any(t.ndim == ndim > 1 for t, _ in call.marks):
+    if call.name in COMPARING and ndim - 1 in met.dims:
         return call.mixed()
     if call.out.ndim == 0 and ndim > 0:
         return call.mixed(linear=True, even=met.is_even, reduction=_given_reduction(call))

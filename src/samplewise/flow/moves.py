@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 from samplewise.flow.call import Call, Several, aligned, compressed, merged
 from samplewise.samples import NO_SAMPLE, Layout, Lost, Mark
 
+SPLITS = {"hsplit": 1, "vsplit": 0, "dsplit": 2}
 DIM_IS_SECOND = {"chunk", "split", "split_with_sizes", "tensor_split", "roll", "repeat_interleave"}
 
 
@@ -87,6 +88,8 @@ def repeated(call: Call) -> Mark:
 def indexed_along(call: Call) -> Mark:
     """Ops that pick, cut or reorder along one dimension."""
     tensor, layout = call.subject
+    if call.name in SPLITS and tensor.ndim > 1:
+        call = replace(call, func=torch.tensor_split, args=(*call.args[:2], SPLITS[call.name]), name="tensor_split")
     if tensor is not call.args[0] or len(call.marks) > 1:
         return _selected_by_data(call) if call.name == "index_select" else Lost(call.name)
     if call.name == "flip":
@@ -113,6 +116,17 @@ def indexed_along(call: Call) -> Mark:
     if isinstance(out, Tensor):
         return call.layout(compressed(out))
     return Several([call.layout(compressed(ids)) for ids in out])  # type: ignore[return-value]
+
+
+def sequences(call: Call) -> Mark:
+    """pad_sequence([...]): each of one sample, its padding too."""
+    tensors, batch_first = call.arg(0, "sequences"), call.arg(1, "batch_first", False)
+    layouts = {id(t): mark for t, mark in call.marks if isinstance(mark, Layout)}
+    if any(id(t) not in layouts or layouts[id(t)].ids.numel() != 1 for t in tensors):
+        return Lost(call.name)
+    shape = [1] * call.out.ndim
+    shape[0 if batch_first else 1] = len(tensors)
+    return call.layout(torch.cat([layouts[id(t)].ids.flatten() for t in tensors]).reshape(shape))
 
 
 def _selected_by_data(call: Call) -> Mark:
@@ -183,7 +197,18 @@ def written(call: Call, before: Layout | None) -> Mark:
         consumed = target.ndim
     ids = ids.expand([*target.shape[:consumed], *ids.shape[consumed:]]).clone()
     ids[index] = aligned(of_value.ids, ids[index].ndim)
-    return Layout(compressed(ids), of_value.num_samples)
+    return Layout(adopted(compressed(ids), of_value.num_samples), of_value.num_samples)
+
+
+def adopted(ids: Tensor, num_samples: int) -> Tensor:
+    """ids in which constants beside data of a sample are of that sample too, if each sample lies at a place of its own."""
+    filled = ids
+    for d in range(ids.ndim):
+        if filled.shape[d] > 1:
+            samples = filled.amax(d, keepdim=True)
+            if bool(((filled == samples) | (filled == NO_SAMPLE)).all()):
+                filled = samples
+    return filled if bool((filled >= 0).all()) and filled.unique().numel() == filled.numel() == num_samples else ids
 
 
 def put(call: Call) -> Mark:

@@ -71,8 +71,9 @@ class GenericFactor:
         B, ids = self.result_layout.num_samples, self.result_layout.ids.to(g.device)
         if all(bool(t.isfinite().all()) for t in (g, *data)):
             rows = [self._vjp(self.edge, self.stand_in, torch.where(ids == b, g, 0)) for b in range(B)]
-            if not is_torchs(self.func):
+            if not is_torchs(self.func) and rows:
                 self._refuse_other_sum(g, rows)
+                self._refuse_other_alone(g, data, rows)
         else:  # left out by selection: what is not finite would pass through a product with zero
             rows = [self._alone(b, g, data) for b in range(B)]
         return Dense(torch.stack(rows) if rows else self.stand_in.new_zeros(0, *self.stand_in.shape))
@@ -98,8 +99,6 @@ class GenericFactor:
 
     def _refuse_other_sum(self, g: Tensor, rows: list[Tensor]) -> None:
         """Somebody's own backward may mix samples, or change what it keeps: then its parts are not parts of its whole."""
-        if not rows:
-            return
         whole, total = self._vjp(self.edge, self.stand_in, g), torch.stack(rows).sum(0)
         largest = max(float(row.abs().max()) for row in rows)
         off = float((total - whole).abs().max())
@@ -108,6 +107,21 @@ class GenericFactor:
                 f"the backward of {self.func.__name__} gives the whole batch something else than the sum of what it gives each "
                 f"sample (off by {off:.1e}): it mixes samples, is not linear in the gradient, or "
                 "changes what it keeps. Write it in ops of torch, or leave its parameters out: capture(model, exclude=[...])."
+            )
+
+    def _refuse_other_alone(self, g: Tensor, data: tuple[Tensor, ...], rows: list[Tensor]) -> None:
+        """Somebody's own backward may give a sample what other samples kept: then the sample alone gets something else."""
+        b = len(rows) - 1
+        try:
+            alone = self._alone(b, g, data)
+        except Exception:  # it cannot be run on one sample
+            return
+        off = float((alone - rows[b]).abs().max())
+        if off > 64 * torch.finfo(g.dtype).eps * len(rows) * max(float(alone.abs().max()), float(rows[b].abs().max())):
+            raise UnattributedError(
+                f"the backward of {self.func.__name__} gives sample {b} alone something else than in its batch (off by {off:.1e}): "
+                "it uses what it kept of other samples. Write it in ops of torch, or leave its parameters out: "
+                "capture(model, exclude=[...])."
             )
 
     @staticmethod

@@ -30,7 +30,7 @@ def linear(meeting: Meeting, input: Tensor, weight: Tensor, bias: Tensor | None 
 
 
 @rule(
-    torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__,
+    torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__,
     torch.mm, torch.Tensor.mm, torch.bmm, torch.Tensor.bmm, torch.mv, torch.Tensor.mv, torch.einsum,
 )  # fmt: skip
 def product(meeting: Meeting, *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +57,7 @@ def added_product(meeting: Meeting, input: Tensor, *args: Any, beta: Any = 1, al
         if any(term[d] not in letters.out for d in meeting.layout(x).dims):
             return NotImplemented
         layout = Layout(along(meeting.layout(x).ids, term, letters.out), meeting.layout(x).num_samples)
-        meeting.use(input, lambda g: spread_sum(g * beta, layout, tuple(input.shape)))
+        meeting.use(input, lambda g: spread_sum(g * beta.conjugate(), layout, tuple(input.shape)))
     plain = [meeting.plain(a) for a in (input, *args)]
     return meeting.func(*plain, beta=beta, alpha=alpha, **{k: meeting.plain(v) for k, v in kwargs.items()})
 
@@ -126,7 +126,7 @@ def _use_product(meeting: Meeting, *args: Any, scale: Any = 1, **kwargs: Any) ->
     outer_of = _outer_of(x_term, w_term, letters.out, x, w, meeting.layout(x))
     if outer_of is None:
         return False
-    meeting.use(w, lambda g, x: outer_of(x, g * scale if scale != 1 else g), keep=(x,))
+    meeting.use(w, lambda g, x: outer_of(x, g * scale.conjugate() if scale != 1 else g), keep=(x,))
     return True
 
 

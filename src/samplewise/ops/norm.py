@@ -53,7 +53,7 @@ def rms_norm(
         return NotImplemented
 
     def scale(g: Tensor, x: Tensor) -> Dense:
-        return Dense(rows(F.rms_norm(wide(x), normalized_shape, None, eps_of_x) * wide(g)).sum(1))
+        return Dense(rows(F.rms_norm(wide(x), normalized_shape, None, eps_of_x).conj() * wide(g)).sum(1))
 
     eps_of_x = torch.finfo(input.dtype).eps if eps is None else eps
     meeting.use(weight, scale, keep=(input,))
