@@ -70,8 +70,9 @@ class Capture:
         ]
         if hooked:
             raise SamplewiseError(
-                f"parameter {hooked[0]!r} has a gradient hook (register_hook, register_post_accumulate_grad_hook), which per-sample gradients do not pass. Remove "
-                "the hook, or leave the parameter out: capture(model, exclude=[...])."
+                f"parameter {hooked[0]!r} has a gradient hook (register_hook, "
+                "register_post_accumulate_grad_hook), which per-sample gradients do not pass. Remove the hook, or leave the "
+                "parameter out: capture(model, exclude=[...])."
             )
         self.weights = Weights(self.parameters, self.anchor_node)
         self._factors: dict[str, list[Factor]] = {}

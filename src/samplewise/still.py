@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from samplewise.flow import op_name
-from samplewise.intercept import without_override
+from samplewise.inside import Insides
 
 DROPOUT = set("dropout alpha_dropout feature_dropout feature_alpha_dropout native_dropout".split())
 NOISE = {
@@ -27,7 +27,7 @@ class Still(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._inside: list[Callable] = []
+        self._insides = Insides()
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -48,15 +48,8 @@ class Still(TorchFunctionMode):
         if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):  # (..., has_biases, num_layers, dropout, train, ...)
             floats = [i for i, a in enumerate(args) if isinstance(a, float)]
             args = tuple(0.0 if i in floats else a for i, a in enumerate(args))
-        inside = without_override(func)
-        if inside is not None and func not in self._inside:
-            self._inside.append(func)
-            try:
-                with self:
-                    return inside(*args, **kwargs)
-            finally:
-                self._inside.pop()
-        return func(*args, **kwargs)
+        out = self._insides.run(self, func, args, kwargs)
+        return func(*args, **kwargs) if out is NotImplemented else out
 
 
 @contextmanager

@@ -1,0 +1,81 @@
+"""Marks on the results of ops, and on memory that several tensors share."""
+
+import weakref
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from samplewise.flow import Call, Several, flow, is_in_place, written
+from samplewise.samples import Layout, Lost, Mark, Marks
+from samplewise.tap import Recorder
+
+
+class Marking:
+    """Keeps the marks of one capture."""
+
+    def __init__(self, recorder: Recorder):
+        self.recorder, self.marks, self.weights = recorder, recorder.marks, recorder.weights
+        self._looked_at: Marks[bool] = Marks()
+        self._written: dict[int, tuple[StorageWeakRef, weakref.ref[Tensor]]] = {}
+        """Memory that data was written into in place, and the tensor through which it was."""
+
+    def mark(self, call: Call) -> None:
+        """Marks the results of an op on data."""
+        if call.name == "setitem":
+            self._mark_written(call)
+            return
+        if call.name == "data" and len(call.args) == 2:  # t.data = other
+            self.marks.set(
+                call.args[0], next((mark for t, mark in call.marks if t is call.args[1]), Lost("a write to .data"))
+            )
+            return
+        call.results = [t for t in tree_leaves(call.out) if isinstance(t, Tensor)]
+        if not call.results:
+            return
+        call.out = call.results[0]
+        mark = flow(call)
+        for i, t in enumerate(call.results):
+            each = mark[i] if isinstance(mark, Several) else mark
+            if each is not None:
+                self._set(t, each, in_place=is_in_place(call.func) or "out" in call.kwargs)
+
+    def _mark_written(self, call: Call) -> None:
+        target = call.args[0]
+        before = self.marks.get(target)
+        if any(isinstance(mark, Layout) for _, mark in call.marks) and (before is None or isinstance(before, Layout)):
+            others = [mark for t, mark in call.marks if t is not target and not isinstance(mark, Layout)]
+            self._set(target, others[0] if others else written(call, before), in_place=True)
+        elif call.marks:
+            self._set(target, next(mark for _, mark in call.marks if not isinstance(mark, Layout)), in_place=True)
+
+    def _set(self, t: Tensor, mark: Mark, *, in_place: bool) -> None:
+        """Marks `t`; writing other samples into it leaves it open what tensors that share its memory hold."""
+        if in_place and not same_samples(mark, self.marks.get(t)):
+            for other in self.marks.sharing(t):
+                self.marks.set(other, Lost("a write into memory that it shares"))
+            storage = t.untyped_storage()
+            self._written[storage._cdata] = (StorageWeakRef(storage), weakref.ref(t))
+        self.marks.set(t, mark)
+
+    def wrote(self, t: Tensor, args: tuple) -> bool:
+        """Whether what was written into the memory of `t` is what `t[index] = value` now puts there: t[index] += ..."""
+        entry = self._written.get(t.untyped_storage()._cdata) if t is args[0] and t.layout is torch.strided else None
+        return entry is not None and entry[1]() is args[2]
+
+    def alias(self, t: Tensor) -> Mark | None:
+        """The mark of an unmarked tensor that came about unseen on the memory of a marked one (DLPack, nn.Parameter(t))."""
+        if self._written and (entry := self._written.get(t.untyped_storage()._cdata)) and not entry[0].expired():
+            return Lost("a write into memory that it shares")
+        if self._looked_at.get(t) or self.recorder.constants.get(t) is not None or self.weights.is_known(t):
+            return None
+        self._looked_at.set(t, True)
+        mark = self.marks.recalled(t)
+        if mark is not None:
+            self.marks.set(t, mark)
+        return mark
+
+
+def same_samples(mark: Mark, other: Mark | None) -> bool:
+    return isinstance(mark, Layout) and isinstance(other, Layout) and torch.equal(mark.ids, other.ids)
