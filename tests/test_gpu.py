@@ -48,11 +48,14 @@ class Block(nn.Module):
 
     def forward(self, x):
         h = self.a(x)
-        h = self.b(h) if self.how is None else checkpoint(self.b, h, use_reentrant=self.how == "reentrant")
-        return self.c(h.tanh())
+        if self.how is None:
+            return self.c(self.b(h).tanh())
+        reentrant = "not" not in self.how
+        part = self.b if "nested" not in self.how else lambda h: checkpoint(self.b, h, use_reentrant=reentrant) * 2 / 2
+        return self.c(checkpoint(part, h, use_reentrant=reentrant).tanh())
 
 
-@pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant", "nested reentrant", "nested not reentrant"])
 def test_checkpoint_recomputed_by_backwards_own_thread(how):
     model, x = Block(how).double(), torch.randn(4, 3, dtype=torch.float64)
 
@@ -89,3 +92,76 @@ def test_one_step_frees_its_memory():
         del grads
         held.append(torch.cuda.memory_allocated())
     assert held[1] == held[2]
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g @ w.T, x.flatten(0, -2).T @ g.flatten(0, -2)
+
+
+@pytest.mark.parametrize("how", ["function", "compiled"])
+def test_code_that_a_mode_does_not_see(how):
+    first, w = nn.Linear(3, 4), nn.Parameter(torch.randn(4, 5))
+    model = nn.ParameterDict({"w": w})
+    model.first = torch.compile(first) if how == "compiled" else first
+    model = model.double()
+
+    def loss_fn(model, x):
+        h = model.first(x).tanh()
+        return (Product.apply(h, model["w"]) if how == "function" else h @ model["w"]).square().sum((1, 2))
+
+    x = torch.randn(4, 6, 3, dtype=torch.float64)
+    with sw.capture(model, batch_size=4) as grads:
+        grads.backward(loss_fn(model, grads.mark(x)))
+    for name, G in oracle(model, loss_fn, x).items():
+        assert relative_error(grads[name].materialize(), G) < 1e-9, name
+
+
+def test_gradient_hooks_run_by_backwards_own_thread_are_followed():
+    model, x = nn.Linear(3, 4), torch.randn(4, 3)
+    for hook, refused in ((lambda g: g * 2, False), (lambda g: g / g.norm(), True)):
+        with sw.capture(model, verify=False) as grads:
+            z = model(x)
+            z.register_hook(hook)
+            if refused:
+                with pytest.raises(sw.SamplesMixError, match="gradient hook"):
+                    grads.backward(z.square().sum(1))
+            else:
+                grads.backward(z.square().sum(1))
+
+
+class Packed(nn.Module):
+    """Attention over packed sequences, kept apart by their ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 3 * 64), nn.Linear(64, 8)
+
+    def forward(self, x, ends, longest):
+        from torch.nn.attention.varlen import varlen_attn
+
+        q, k, v = self.qkv(x).unflatten(-1, (3, 1, 64)).unbind(1)
+        return self.out(varlen_attn(q, k, v, ends, ends, longest, longest).flatten(1))
+
+
+def test_packed_sequences_by_their_ends():
+    model, lengths = Packed().bfloat16(), [5, 9, 2]
+    x = torch.randn(16, 64, dtype=torch.bfloat16)
+    ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
+    with sw.capture(model, sample_ids=ids, verify=False) as grads:
+        model(x, ends, 9).float().square().sum().backward()
+    for b, part in enumerate(x.split(lengths)):
+        model.zero_grad()
+        model(part, torch.tensor([0, len(part)], dtype=torch.int32), len(part)).float().square().sum().backward()
+        for name, p in model.named_parameters():
+            assert relative_error(grads[name].of_samples([b])[0].double(), p.grad.double()) < 3e-2, name  # bfloat16
+    with pytest.raises(sw.SamplesMixError), sw.capture(model, sample_ids=ids, verify=False):
+        model(x, torch.tensor([0, 7, 16], dtype=torch.int32), 9)

@@ -38,6 +38,7 @@ from samplewise.flow.meets import (
     routed_product,
     sorted_along,
     unpacked,
+    varlen,
 )
 from samplewise.flow.moves import (
     added_along,
@@ -281,6 +282,7 @@ HANDLERS: dict[str, Handler] = {
     "index_put": put,
     "pad_sequence": sequences,
     "ctc_loss": ctc,
+    "torch_attn::_varlen_attn": varlen,
     **dict.fromkeys(["scatter", "scatter_add", "scatter_reduce"], scattered),
     "pack_padded_sequence": packed,
     "pad_packed_sequence": unpacked,

@@ -1,5 +1,7 @@
 """Ops in which elements meet: within a sample it stays that sample, across samples they mix."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -265,6 +267,27 @@ def _packed_attention(call: Call) -> Mark:
     if mask.dtype != torch.bool and bool((~sees).all(-1).any()):  # a row that sees nothing sees all, if its mask is finite
         return call.mixed()
     return layouts[id(query)]
+
+
+def varlen(call: Call) -> Several | Mark:
+    """varlen_attn(q, k, v, cu_seq_q, cu_seq_k, ...): packed sequences, each of which must be of one sample."""
+    layouts = {id(t): mark for t, mark in call.marks if isinstance(mark, Layout)}
+    query, key, value, of_query, of_key = call.args[:5]
+    if any(id(t) not in layouts or layouts[id(t)].dims != (0,) for t in (query, key, value)) or len(layouts) > 3:
+        return call.mixed()
+    samples = [
+        _samples_of_sequences(layouts[id(t)], ends) for t, ends in ((query, of_query), (key, of_key), (value, of_key))
+    ]
+    if None in samples or samples[0] != samples[1] or samples[1] != samples[2]:
+        return call.mixed()
+    return Several([layouts[id(query)], *[Lost(call.name)] * (len(call.results) - 1)])
+
+
+def _samples_of_sequences(layout: Layout, ends: Tensor) -> list[int] | None:
+    """The sample of each sequence between two ends; None if one holds several."""
+    ids = layout.ids.flatten()
+    parts = [ids[start:end].unique().tolist() for start, end in pairwise(ends.tolist())]
+    return None if any(len(part) > 1 for part in parts) else [sample for part in parts for sample in part]
 
 
 COMPARING = set(
