@@ -43,8 +43,9 @@ class Capture:
             raise TypeError(f"capture takes an nn.Module, got {type(model).__name__}")
         if loss_reduction not in ("sum", "mean"):
             raise ValueError(f'loss_reduction is "sum" or "mean", got {loss_reduction!r}')
-        scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
-        if scripted:
+        self._modules = list(model.modules())
+        if any(isinstance(module, torch.jit.ScriptModule) for module in self._modules):
+            scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
             raise SamplewiseError(
                 f"submodule {scripted[0]!r} is a ScriptModule, whose ops cannot be seen from Python. "
                 "Capture the module that it was scripted from."
@@ -59,8 +60,10 @@ class Capture:
         self.parameters, self._aliases = captured_parameters(model, params, exclude)
         self.marks: Marks[Mark] = Marks()
         self.constants: Marks[bool] = Marks()
-        for t in (*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)):
-            self.constants.set(t, True)
+        for module in self._modules:
+            for t in (*module._buffers.values(), *module._parameters.values()):
+                if t is not None and not t.requires_grad:
+                    self.constants.set(t, True)
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self.anchor_node = get_gradient_edge(self.anchor).node
         hooked = [
@@ -128,7 +131,7 @@ class Capture:
 
     def _watch_modules(self) -> None:
         """Tensors passed to the model, or to a part of it, from outside are the batch."""
-        self._handles.append(Watch(self, self.model.modules()))
+        self._handles.append(Watch(self, self._modules))
 
     def entered(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Hears that a module of the model is called."""
@@ -161,7 +164,7 @@ class Capture:
                     return  # another thread trains the same model; on the CPU, backward stays in its own
                 raise UnattributedError(unseen([name]))
 
-            self._handles.append(get_gradient_edge(parameter).node.register_prehook(guard))
+            self._handles.append(self.weights.nodes[name].register_prehook(guard))
 
     def _verify(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Checks the call against truth if it is the first of its kind; nothing that this runs is recorded."""

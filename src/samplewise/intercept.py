@@ -8,13 +8,25 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 import samplewise.ops  # noqa: F401  (registers the rules)
 from samplewise.backwards import follow, followed_hook
 from samplewise.errors import UnattributedError
 from samplewise.factors.dense import Dense
-from samplewise.flow import ELEMENTWISE, LOSSES, PATTERNS, Call, Several, flow, is_in_place, moves, op_name, routes
+from samplewise.flow import (
+    ELEMENTWISE,
+    LOSSES,
+    PATTERNS,
+    Call,
+    Several,
+    flow,
+    is_in_place,
+    moves,
+    op_name,
+    routes,
+    tensors_in,
+)
 from samplewise.inside import ENGINE, Insides
 from samplewise.marking import Marking
 from samplewise.ops.foreign import FOREIGN, ExpandedWeight
@@ -77,7 +89,7 @@ class Intercept(TorchFunctionMode):
         if name in OPAQUE and func not in ENGINE:
             return self._opaque(func, name, args, kwargs)
         read = {k: v for k, v in kwargs.items() if k != "out"} if "out" in kwargs else kwargs
-        tensors = [t for t in tree_leaves(args[:1] if name in PATTERNS else (args, read)) if isinstance(t, Tensor)]
+        tensors = tensors_in(args[:1] if name in PATTERNS else (*args, *read.values()))
         data: list[tuple[Tensor, Mark]] = []
         weights: list[tuple[Tensor, Weight]] = []
         routed = False
@@ -148,7 +160,7 @@ class Intercept(TorchFunctionMode):
     def _custom(self, func: CustomFunction, name: str, args: tuple, kwargs: dict, data: list[tuple[Tensor, Mark]]) -> Any:
         """Somebody's `autograd.Function` of data: where its samples lie shows inside, or by trying."""
         out = self._watched(func)(*args, **kwargs)
-        results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        results = tensors_in((out,))
         if any(self.marks.get(t) is None for t in results):
             self.marking.mark(Call(name, func, args, kwargs, out, data))
         follow(self.marks, name, [a for a in args if isinstance(a, Tensor)], results)
@@ -170,11 +182,10 @@ class Intercept(TorchFunctionMode):
             refuse_picked(name, weights)
         with kept_as_is():
             out = func(*args, **kwargs)
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor):
-                self.weights.derive(t, weights, name, is_picked=picked)
-                if not t.requires_grad:
-                    self.recorder.constants.set(t, True)
+        for t in tensors_in((out,)):
+            self.weights.derive(t, weights, name, is_picked=picked)
+            if not t.requires_grad:
+                self.recorder.constants.set(t, True)
         return out
 
     def _meet(
@@ -214,7 +225,7 @@ class Intercept(TorchFunctionMode):
         meeting.uses.clear()
         meeting.how = "generic"
         run = Generic(meeting, self._watched(func))
-        results = [t for t in tree_leaves(run.out) if isinstance(t, Tensor)]
+        results = tensors_in((run.out,))
         inside = [self.marks.get(t) for t in results]
         marks = inside if all(inside) else flow(Call(name, func, meeting.args, meeting.kwargs, results[0], data, results))
         for k, t in enumerate(results):

@@ -5,9 +5,8 @@ import weakref
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
-from samplewise.flow import Call, Several, flow, is_in_place, written
+from samplewise.flow import Call, Several, flow, is_in_place, tensors_in, written
 from samplewise.samples import Layout, Lost, Mark, Marks
 from samplewise.tap import Recorder
 
@@ -31,7 +30,7 @@ class Marking:
                 call.args[0], next((mark for t, mark in call.marks if t is call.args[1]), Lost("a write to .data"))
             )
             return
-        call.results = [t for t in tree_leaves(call.out) if isinstance(t, Tensor)]
+        call.results = tensors_in((call.out,))
         if not call.results:
             return
         call.out = call.results[0]

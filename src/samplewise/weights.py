@@ -40,10 +40,11 @@ class Weights:
     def __init__(self, parameters: dict[str, Tensor], anchor_node: Any):
         self.parameters, self._anchor_node = parameters, anchor_node
         self._known: Marks[Weight] = Marks()
-        self._name_of_node = {}
+        self.nodes = {name: get_gradient_edge(parameter).node for name, parameter in parameters.items()}
+        """Where ordinary gradients of each parameter would be accumulated."""
+        self._name_of_node = {node: name for name, node in self.nodes.items()}
         for name, parameter in parameters.items():
             self._known.set(parameter, Weight(frozenset([name]), lambda factor: factor, None))
-            self._name_of_node[get_gradient_edge(parameter).node] = name
 
     def get(self, t: Tensor) -> Weight | None:
         """The weight that `t` is, or None; `t` carries no mark of the batch."""

@@ -10,9 +10,19 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from samplewise.flow.call import ADDING, Call, Handler, Several, aligned, elementwise, is_in_place, is_torchs, op_name
+from samplewise.flow.call import (
+    ADDING,
+    Call,
+    Handler,
+    Several,
+    aligned,
+    elementwise,
+    is_in_place,
+    is_torchs,
+    op_name,
+    tensors_in,
+)
 from samplewise.flow.meets import (
     along_dim,
     attention,
@@ -73,6 +83,7 @@ __all__ = [
     "moves",
     "op_name",
     "routes",
+    "tensors_in",
     "written",
 ]
 
@@ -109,9 +120,10 @@ def moves(name: str) -> bool:
 def flow(call: Call) -> Mark | Several | None:
     """The mark of the call's results."""
     mark = _flow(call)
+    if not all(mark.discrete or t.dtype in DISCRETE for t, mark in call.marks):
+        return mark
     discrete = {id(t) for t, mark in call.marks if mark.discrete}
-    tensors = [t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)]
-    if all(t.dtype in DISCRETE or id(t) in discrete for t in tensors):
+    if all(t.dtype in DISCRETE or id(t) in discrete for t in tensors_in((*call.args, *call.kwargs.values()))):
         if isinstance(mark, Mixed | Lost):
             return replace(mark, discrete=True)
         if isinstance(mark, Layout) and not mark.discrete:

@@ -64,6 +64,19 @@ def op_name(func: Callable) -> str:
     return name.split(".")[0].strip("_")
 
 
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among these values and in their lists, tuples and dicts."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_in(value)
+        elif isinstance(value, dict):
+            found += tensors_in(value.values())
+    return found
+
+
 def is_torchs(func: Callable) -> bool:
     """Whether the function is one of torch, and not an op or an `autograd.Function` that somebody registered."""
     if isinstance(func, types.FunctionType):

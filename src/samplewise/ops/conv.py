@@ -8,6 +8,7 @@ from torch import Tensor
 from samplewise.factors.dense import Dense
 from samplewise.factors.patches import Geometry, Patches
 from samplewise.ops.registry import Meeting, rule
+from samplewise.samples import Fold
 
 
 def _each(value: Any, num: int) -> tuple[int, ...]:
@@ -25,6 +26,20 @@ def _padding(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -
     return tuple((p, p) for p in _each(padding, len(kernel)))
 
 
+def _images(
+    meeting: Meeting, input: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int
+) -> tuple[Fold, Geometry] | None:
+    """How the input falls into images of samples, and the convolution's geometry; the bias gets g. None if it is no such call."""
+    num_spatial = weight.ndim - 2
+    others_are_data = meeting.is_data(weight) or meeting.is_data(bias)
+    images = meeting.rows(input, features=num_spatial + 1) if meeting.is_data(input) and not others_are_data else None
+    if images is None or input.ndim != num_spatial + 2:
+        return None
+    kernel, dilations = tuple(weight.shape[2:]), _each(dilation, num_spatial)
+    meeting.use(bias, lambda g: Dense.of_sum(images(g), (1, *range(3, 3 + num_spatial))))
+    return images, Geometry(kernel, _each(stride, num_spatial), _padding(padding, kernel, dilations), dilations, groups)
+
+
 @rule(F.conv1d, F.conv2d, F.conv3d)
 def conv(
     meeting: Meeting,
@@ -37,18 +52,11 @@ def conv(
     groups: int = 1,
 ) -> Any:
     """y = the sum over patches of x under weight, so weight gets g ⊗ patches and bias gets g."""
-    if not meeting.is_data(input) or meeting.is_data(weight) or meeting.is_data(bias):
+    found = _images(meeting, input, weight, bias, stride, padding, dilation, groups)
+    if found is None:
         return NotImplemented
-    num_spatial = weight.ndim - 2
-    if input.ndim != num_spatial + 2:
-        return NotImplemented
-    images = meeting.rows(input, features=num_spatial + 1)
-    if images is None:
-        return NotImplemented
-    kernel, dilations = tuple(weight.shape[2:]), _each(dilation, num_spatial)
-    geometry = Geometry(kernel, _each(stride, num_spatial), _padding(padding, kernel, dilations), dilations, groups)
+    images, geometry = found
     meeting.use(weight, lambda g, x: Patches(images(x), images(g), geometry), keep=(input,))
-    meeting.use(bias, lambda g: Dense.of_sum(images(g), (1, *range(3, 3 + num_spatial))))
     return meeting.func(input, meeting.plain(weight), meeting.plain(bias), stride, padding, dilation, groups)
 
 
@@ -65,16 +73,9 @@ def conv_transpose(
     dilation: Any = 1,
 ) -> Any:
     """y is what a convolution would map to x, so weight gets x ⊗ patches of g: a convolution with x and g swapped."""
-    if not meeting.is_data(input) or meeting.is_data(weight) or meeting.is_data(bias):
+    found = _images(meeting, input, weight, bias, stride, padding, dilation, groups)
+    if found is None:
         return NotImplemented
-    num_spatial = weight.ndim - 2
-    if input.ndim != num_spatial + 2:
-        return NotImplemented
-    images = meeting.rows(input, features=num_spatial + 1)
-    if images is None:
-        return NotImplemented
-    kernel, dilations = tuple(weight.shape[2:]), _each(dilation, num_spatial)
-    geometry = Geometry(kernel, _each(stride, num_spatial), _padding(padding, kernel, dilations), dilations, groups)
+    images, geometry = found
     meeting.use(weight, lambda g, x: Patches(images(g).conj(), images(x).conj(), geometry), keep=(input,))
-    meeting.use(bias, lambda g: Dense.of_sum(images(g), (1, *range(3, 3 + num_spatial))))
     return meeting.func(input, meeting.plain(weight), meeting.plain(bias), stride, padding, output_padding, groups, dilation)
