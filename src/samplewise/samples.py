@@ -91,28 +91,53 @@ class Fold:
         self.num_samples = num_samples
         full = [d for d, size in enumerate(ids.shape) if size != 1]
         self.axis: int | None = None
-        if len(full) == 1 and torch.equal(ids.flatten(), torch.arange(num_samples, device="cpu")):
-            self.axis = full[0]
+        """The dimension along which sample b lies at place b."""
+        self.folded: tuple[int, tuple[int, int], int] | None = None
+        """(dimension, its sizes once unfolded, which of them counts samples) where rows are folded as (B·T) or (T·B)."""
+        if len(full) == 1:
+            self._find_axis(full[0], ids.flatten())
         elif num_samples == 1 and not full and ids.ndim and int(ids.flatten()[0]) == 0:
             self.axis = 0
 
+    def _find_axis(self, dim: int, ids: Tensor) -> None:
+        B, num_rows = self.num_samples, len(ids)
+        samples = torch.arange(B, device="cpu")
+        if num_rows == B:
+            self.axis = dim if torch.equal(ids, samples) else None
+        elif B and num_rows % B == 0:
+            T = num_rows // B
+            if torch.equal(ids.view(B, T), samples.unsqueeze(1).expand(B, T)):
+                self.folded = (dim, (B, T), 0)
+            elif torch.equal(ids.view(T, B), samples.expand(T, B)):
+                self.folded = (dim, (T, B), 1)
+
     def __call__(self, t: Tensor) -> Tensor:
         B, lead, features = self.num_samples, t.shape[: self.ids.ndim], t.shape[self.ids.ndim :]
+        num_positions = lead.numel() // B if B else 0
         if self.axis is not None:
-            num_positions = 1
-            for d, size in enumerate(lead):
-                num_positions *= 1 if d == self.axis else size
-            if B == 1:
-                return t.reshape(1, num_positions * lead[self.axis], *features)
             return t.movedim(self.axis, 0).reshape(B, num_positions, *features)
-        order, sample, slot, width = self._slots(tuple(lead))
+        if self.folded is not None:
+            dim, sizes, which = self.folded
+            return t.unflatten(dim, sizes).movedim(dim + which, 0).reshape(B, num_positions, *features)
+        order, sample, slot, width = self._slots(tuple(lead), t.device)
         rows = t.reshape(lead.numel(), *features)
         out = rows.new_zeros(B, width, *features)
-        out[sample.to(t.device), slot.to(t.device)] = rows[order.to(t.device)]
+        out[sample, slot] = rows[order]
         return out
 
-    def _slots(self, lead: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, int]:
+    def _slots(self, lead: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor, int]:
         """Row `order[i]` goes to position `slot[i]` of sample `sample[i]`; rows of no sample are left out."""
+        if (lead, device) not in self._known_slots:
+            *places, width = self._find_slots(lead)
+            order, sample, slot = (place.to(device) for place in places)
+            self._known_slots[lead, device] = order, sample, slot, width
+        return self._known_slots[lead, device]
+
+    @cached_property
+    def _known_slots(self) -> dict[Any, tuple[Tensor, Tensor, Tensor, int]]:
+        return {}
+
+    def _find_slots(self, lead: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, int]:
         ids = self.ids.expand(lead).reshape(-1)
         order = torch.argsort(ids, stable=True)
         order = order[ids[order] != NO_SAMPLE]
