@@ -1,8 +1,9 @@
 """Which sample each element of a tensor belongs to."""
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -33,6 +34,7 @@ class Layout:
         """Whether the values were made of integers alone."""
 
     @classmethod
+    @lru_cache(maxsize=64)  # one object for all steps, with what it knows about itself
     def along(cls, dim: int, *, ndim: int, num_samples: int) -> "Layout":
         shape = [1] * ndim
         shape[dim] = num_samples
@@ -60,6 +62,16 @@ class Layout:
         """Whether every sample has as many elements as any other."""
         counts = torch.bincount(self.ids.flatten() + 1, minlength=self.num_samples + 1)
         return int(counts[0]) == 0 and bool((counts[1:] == counts[-1]).all())
+
+    def derived(self, key: Any, ids: Callable[[], Tensor]) -> "Layout":
+        """The layout with these other ids, made once for the key, which tells how they come from the ids of this one."""
+        if key not in self._derived:
+            self._derived[key] = Layout(ids(), self.num_samples)
+        return self._derived[key]
+
+    @cached_property
+    def _derived(self) -> dict[Any, "Layout"]:
+        return {}
 
     @cached_property
     def _folds(self) -> dict[int, "Fold"]:

@@ -7,6 +7,7 @@ and refused where it meets a parameter.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,7 +119,48 @@ def moves(name: str) -> bool:
 
 
 def flow(call: Call) -> Mark | Several | None:
-    """The mark of the call's results."""
+    """The mark of the call's results; remembered where it does not depend on values, as layers and steps repeat."""
+    key = _key(call)
+    if key is None:
+        return _found_flow(call)
+    if key not in REMEMBERED:
+        if len(REMEMBERED) >= MAX_REMEMBERED:
+            REMEMBERED.clear()
+        REMEMBERED[key] = _found_flow(call)
+    return REMEMBERED[key]
+
+
+REMEMBERED: dict[Any, Mark | Several | None] = {}
+MAX_REMEMBERED = 1024
+
+
+def _key(call: Call) -> Any:
+    """All that the call's flow depends on; None if that may be values."""
+    handler = HANDLERS.get(call.name)
+    if handler not in BY_SHAPES and handler not in MOVES:
+        return None
+    marks = {id(t): mark for t, mark in call.marks}
+    tensors = tensors_in((*call.args, *call.kwargs.values()))
+    if (handler in MOVES and len(tensors) > len(call.marks)) or not all(isinstance(mark, Layout) for mark in marks.values()):
+        return None
+
+    def spec(a: Any) -> Any:
+        if isinstance(a, Tensor):
+            return marks.get(id(a)), a.shape, a.dtype
+        if isinstance(a, list | tuple):
+            return tuple(map(spec, a))
+        return (a.start, a.stop, a.step) if isinstance(a, slice) else a
+
+    outs = call.results or [call.out]
+    key = call.func, *map(spec, call.args), *((k, spec(a)) for k, a in call.kwargs.items()), *(t.shape for t in outs)
+    try:
+        hash(key)
+    except TypeError:  # a list as index, an array
+        return None
+    return key
+
+
+def _found_flow(call: Call) -> Mark | Several | None:
     mark = _flow(call)
     if not all(mark.discrete or t.dtype in DISCRETE for t, mark in call.marks):
         return mark
@@ -256,6 +298,12 @@ LOSSES = set(
 
 MOVES = (reshaped, permuted, expanded, repeated, indexed_along, indexed, concatenated)
 """Handlers of ops that only move elements."""
+
+
+BY_SHAPES = (
+    elementwise, reduction, along_dim, images, pooled, contracted, last_dims, fourier, embedded, one_hot, paired_rows, cell,
+)  # fmt: skip
+"""Handlers of ops in which elements meet that look at shapes alone."""
 
 
 def unmarked(call: Call) -> None:

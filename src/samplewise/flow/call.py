@@ -3,6 +3,7 @@
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ Handler = Callable[[Call], Mark | Several | None]
 """call → the mark of its results, one for all or Several."""
 
 
+@lru_cache(maxsize=4096)
 def op_name(func: Callable) -> str:
     """The op's plain name: `add` for `torch.add`, `Tensor.add_`, `Tensor.__add__` and `torch.ops.aten.add.Tensor`.
 
@@ -91,6 +93,7 @@ def _packet(func: Callable) -> Any:
     return getattr(func, "_overloadpacket", func)
 
 
+@lru_cache(maxsize=4096)
 def is_in_place(func: Callable) -> bool:
     """Whether the function changes its first argument, told by its name: add_, __iadd__, __setitem__."""
     name = getattr(func, "__name__", "").split(".")[0]
@@ -114,8 +117,12 @@ def merged(call: Call, all_ids: Iterable[Tensor]) -> Mark:
             return call.mixed()
         if not bool(((left == right) | (left == NO_SAMPLE) | (right == NO_SAMPLE)).all()):
             return call.mixed()
-        first = torch.where(left == NO_SAMPLE, right, left) if bool((left == NO_SAMPLE).any()) else left
-    return call.layout(first)
+        if bool((left == NO_SAMPLE).any()):
+            first = torch.where(left == NO_SAMPLE, right, left)
+        elif left.shape != first.shape:
+            first = left
+    same = (mark for _, mark in call.marks if isinstance(mark, Layout) and mark.ids is first and not mark.discrete)
+    return next(same, None) or call.layout(first)  # the same object knows what was found out about it
 
 
 def compressed(ids: Tensor) -> Tensor:

@@ -56,7 +56,8 @@ def added_product(meeting: Meeting, input: Tensor, *args: Any, beta: Any = 1, al
         ((x, term),) = data
         if any(term[d] not in letters.out for d in meeting.layout(x).dims):
             return NotImplemented
-        layout = Layout(along(meeting.layout(x).ids, term, letters.out), meeting.layout(x).num_samples)
+        of_x = meeting.layout(x)
+        layout = of_x.derived((term, letters.out), lambda: along(of_x.ids, term, letters.out))
         meeting.use(input, lambda g: spread_sum(g * beta.conjugate(), layout, tuple(input.shape)))
     plain = [meeting.plain(a) for a in (input, *args)]
     return meeting.func(*plain, beta=beta, alpha=alpha, **{k: meeting.plain(v) for k, v in kwargs.items()})
@@ -148,7 +149,7 @@ def _outer_of(x_term: str, w_term: str, out: str, x: Tensor, w: Tensor, layout: 
         return None
     if any(x_term[d] not in positions for d in layout.dims):
         return None
-    rows = Layout(along(layout.ids, x_term, "".join(positions)), layout.num_samples).fold(0)
+    rows = layout.derived((x_term, "".join(positions)), lambda: along(layout.ids, x_term, "".join(positions))).fold(0)
     extents = [math.prod(sizes[c] for c in part) for part in (groups, inputs, outputs)]
     num_groups, num_inputs, num_outputs = extents
     ordered = groups + outputs + inputs

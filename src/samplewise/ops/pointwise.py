@@ -82,11 +82,13 @@ def common_layout(meeting: Meeting, tensors: list[Tensor], ndim: int) -> Layout 
     layouts = [meeting.layout(t) for t in tensors if meeting.is_data(t)]
     ids = aligned(layouts[0].ids, ndim)
     for layout in layouts[1:]:
+        if layout is layouts[0]:
+            continue
         left, right = torch.broadcast_tensors(ids, aligned(layout.ids, ndim))
         if not torch.equal(left, right):
             return None
         ids = left
-    return Layout(ids, layouts[0].num_samples)
+    return layouts[0] if ids is layouts[0].ids else Layout(ids, layouts[0].num_samples)
 
 
 def unspread(weight: Tensor) -> Tensor:
@@ -109,8 +111,10 @@ def spread_sum(g: Tensor, layout: Layout, shape: tuple[int, ...]) -> Dense:
     B = layout.num_samples
     if not any(own[d] for d in layout.dims):
         lead = [d for d in range(g.ndim) if not own[d]]
-        ids = layout.ids.permute(lead + kept).reshape([layout.ids.shape[d] for d in lead])
-        rows = Layout(ids, B).fold(0)
+        of_lead = layout.derived(
+            ("lead", *lead), lambda: layout.ids.permute(lead + kept).reshape([layout.ids.shape[d] for d in lead])
+        )
+        rows = of_lead.fold(0)
         return Dense(wide(rows(g.permute(lead + kept))).sum(1).reshape(B, *shape))
     # the weight itself has a dimension along which samples change: each sample sees its own stretch of it
     ids = layout.ids.to(g.device)
