@@ -149,6 +149,12 @@ def bias_from_the_batch(s, x):
     return s.l(x)
 
 
+def overwritten_by_rank(s, i, x):
+    h = s.l(x).clone()
+    h[i == i.max()] = 0
+    return h
+
+
 def some_rows_written(s, x):
     out = torch.zeros(len(x), 5).double()
     out[0] = x[0]
@@ -180,6 +186,7 @@ MODELS = {
     "mean through an alias": (lambda: Fn(mean_through_an_alias, **two()), lambda: (data(B, 5),)),
     "running mean through data": (lambda: Fn(running_mean, l=linear(), mu=nn.Buffer(data(5))), lambda: (data(B, 5),)),
     "bias from the batch": (lambda: Fn(bias_from_the_batch, l=linear()), lambda: (data(B, 5),)),
+    "rows overwritten by rank": (lambda: Fn(overwritten_by_rank, l=linear()), lambda: (LABELS, data(B, 5))),
     "rows of which one is written": (lambda: Fn(some_rows_written, l=linear()), lambda: (data(B, 5),)),
     "rows combined where picked": (lambda: Fn(unique_rows, w=(7, 5)), lambda: (LABELS, data(B, 5))),
     "buffer read relative to the batch": (
@@ -230,6 +237,50 @@ def test_a_model_that_returns_its_loss_is_verified(reduction):
     assert relative_error(grads["l.weight"].materialize(), truth["l.weight"]) < 1e-9
 
 
+@pytest.mark.parametrize("exclude", [["0.*"], ["1.weight"]])
+def test_parameters_left_to_ordinary_autograd_get_their_gradient(exclude):
+    model, x = nn.Sequential(linear(5, 4), linear(4, 3)).double(), data(B, 5)
+    model(x).square().sum().backward()
+    plain = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    with sw.capture(model, exclude=exclude) as grads:
+        grads.backward(model(x).square().sum(1))
+    for name, p in model.named_parameters():
+        assert relative_error(grads[name].sum() if name in grads else p.grad, plain[name]) < 1e-12
+        assert (p.grad is None) == (name in grads)
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("exclude", ["weight_hh_l0", "bias_hh_l0"])
+def test_recurrent_weights_left_to_ordinary_autograd_get_their_gradient(kind, exclude):
+    model, x = kind(3, 4, batch_first=True).double(), data(B, 5, 3)
+    model(x)[0].square().sum().backward()
+    plain = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    with sw.capture(model, exclude=[exclude]) as grads:
+        grads.backward(model(x)[0].square().sum((1, 2)))
+    for name, p in model.named_parameters():
+        assert relative_error(grads[name].sum() if name in grads else p.grad, plain[name]) < 1e-12
+
+
+class ReturnsLossAndRows(nn.Module):
+    """As Hugging Face models do when they are given labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.l = linear(5, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.l(x)
+        return ((z - y) / z.abs().max().item()).square().sum(), z
+
+
+def test_the_loss_beside_rows_is_verified():
+    model = ReturnsLossAndRows().double()
+    with pytest.raises(SamplewiseError, match="not that of the sample"), sw.capture(model):
+        model(data(B, 5), data(B, 4))
+
+
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
 @pytest.mark.parametrize("exclude", [["w"], ["A", "B"]])
 def test_a_leaf_behind_a_derived_weight_that_is_not_captured_is_not_forgotten(exclude, verify):
@@ -276,7 +327,17 @@ def scattered(s, x, i):
 
 
 LENGTHS = torch.tensor([4, 6, 2, 1])
+
+
+def sparse_constant(s, x):
+    h = torch.zeros(len(x), 5).double()
+    h[:, 1:] = x[:, 1:]
+    return s.l(torch.sparse.mm(EYE, h.T).T)
+
+
+EYE = torch.eye(5).double().to_sparse()
 ORDINARY = {
+    "sparse constant": (lambda: Fn(sparse_constant, l=linear()), lambda: (data(B, 5),)),
     "cache": (lambda: Fn(cached, k=linear(5, 4), q=linear(5, 4)), lambda: (data(B, 6, 5),)),
     "ones made in forward": (lambda: Fn(lambda s, x: s.l(x) + s.l(x.new_ones(len(x), 5)), l=linear()), lambda: (data(B, 5),)),
     "slices added": (lambda: Fn(slices_added, l=linear()), lambda: (data(B, 6, 5),)),

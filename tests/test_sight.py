@@ -69,7 +69,61 @@ class Sign(torch.autograd.Function):
         return g
 
 
+class Coarse(torch.autograd.Function):
+    """Half precision inside, as fused kernels have it."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return (x.bfloat16() * w.bfloat16()).double()
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return (g.bfloat16() * w.bfloat16()).double(), (g.bfloat16() * x.bfloat16()).sum(0).double()
+
+
+class Dropped(TimesWeight):
+    @staticmethod
+    def forward(ctx, x, w):
+        mask = (torch.rand_like(x) > 0.5).to(x)
+        ctx.save_for_backward(x * mask, w)
+        return x * mask * w
+
+
+class InPlace(TimesWeight):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x.clone(), w)
+        ctx.mark_dirty(x)
+        return x.mul_(w)
+
+
+class WithIndices(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        rows = torch.arange(len(x))
+        ctx.mark_non_differentiable(rows)
+        return x * w, None, rows
+
+    @staticmethod
+    def backward(ctx, g, _, __):
+        x, w = ctx.saved_tensors
+        return g * w, (g * x).sum(0)
+
+
+@pytest.mark.parametrize("function", [Coarse, Dropped])
+def test_autograd_function_that_is_coarse_or_random_is_not_refused(function):
+    model = Fn(lambda s, x: function.apply(x, s.w), w=(5,)).double()
+    with sw.capture(model, verify=False) as grads:
+        grads.backward(model(data(B, 5)).square().sum(1))
+    assert grads.norms().shape == (B,)
+
+
 FUNCTIONS = {
+    "in place": lambda: Fn(lambda s, x: InPlace.apply(s.a(x), s.w), a=linear(5, 5), w=(5,)),
+    "with other results": lambda: Fn(lambda s, x: WithIndices.apply(s.a(x), s.w)[0], a=linear(5, 5), w=(5,)),
     "that leaves torch": lambda: Fn(lambda s, x: s.b(InNumpy.apply(s.a(x))), **two()),
     "that leaves torch, residual": lambda: Fn(lambda s, x: s.b(InNumpy.apply(s.a(x))) + x, **two()),
     "of a parameter, leaves torch": lambda: Fn(lambda s, x: Scaled.apply(s.a(x), s.w), a=linear(5, 5), w=(5,)),

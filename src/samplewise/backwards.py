@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from samplewise.errors import SamplesMixError
@@ -30,7 +31,8 @@ def followed_hook(mode: TorchFunctionMode, marks: Marks[Mark], layout: Mark, hoo
 def follow(marks: Marks[Mark], name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     """From now on the backward of the Function that made these marked outputs raises if samples meet in what it gives data."""
     places = [(k, mark) for k, t in enumerate(inputs) if (mark := marks.get(t)) is not None]
-    nodes = {t.grad_fn for t in outputs if t.grad_fn is not None}
+    outputs = [t for t in outputs if t.grad_fn is not None]
+    nodes = {get_gradient_edge(t).node for t in outputs}
     layouts: dict[int, Mark] = {t.output_nr: mark for t in outputs if (mark := marks.get(t)) is not None}
     for node in nodes:
         held: list[Tensor] = []

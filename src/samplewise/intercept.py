@@ -226,21 +226,22 @@ class Intercept(TorchFunctionMode):
         meeting.how = "generic"
         run = Generic(meeting, self._watched(func))
         results = tensors_in((run.out,))
-        inside = [self.marks.get(t) for t in results]
-        marks = inside if all(inside) else flow(Call(name, func, meeting.args, meeting.kwargs, results[0], data, results))
+        marks: Any = [self.marks.get(t) for t in results]
+        if any(mark is None and t.requires_grad for t, mark in zip(results, marks, strict=True)):
+            marks = flow(Call(name, func, meeting.args, meeting.kwargs, results[0], data, results))
         for k, t in enumerate(results):
             mark = marks[k] if isinstance(marks, list) else marks
-            if not isinstance(mark, Layout) or mark.has_strays:
+            if t.requires_grad and (not isinstance(mark, Layout) or mark.has_strays):
                 refuse(name, mark, weights)
-            self.marks.set(t, mark)
+            self.marks.set(t, mark or Lost(name, discrete=not t.is_floating_point()))
         if isinstance(func, CustomFunction):
             follow(self.marks, name, [a for a in meeting.args if isinstance(a, Tensor)], results)
         tapped: dict[int, Tensor] = {}
         for k, t in enumerate(results):
             mark = self.marks.get(t)
-            assert isinstance(mark, Layout)
+            assert mark is not None
             tapped[id(t)] = t
-            if t.requires_grad:  # not integers, not comparisons
+            if t.requires_grad and isinstance(mark, Layout):  # not integers, not comparisons
                 run.use(k, t, mark)
                 tapped[id(t)] = self.tap(meeting, t)
             self.marks.set(tapped[id(t)], mark)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from samplewise.flow import Call, Several, flow, is_in_place, tensors_in, written
-from samplewise.samples import Layout, Lost, Mark, Marks
+from samplewise.samples import Layout, Lost, Mark, Marks, has_memory
 from samplewise.tap import Recorder
 
 
@@ -60,12 +60,17 @@ class Marking:
 
     def wrote(self, t: Tensor, args: tuple) -> bool:
         """Whether what was written into the memory of `t` is what `t[index] = value` now puts there: t[index] += ..."""
-        entry = self._written.get(t.untyped_storage()._cdata) if t is args[0] and t.layout is torch.strided else None
+        entry = self._written.get(t.untyped_storage()._cdata) if t is args[0] and has_memory(t) else None
         return entry is not None and entry[1]() is args[2]
 
     def alias(self, t: Tensor) -> Mark | None:
         """The mark of an unmarked tensor that came about unseen on the memory of a marked one (DLPack, nn.Parameter(t))."""
-        if self._written and (entry := self._written.get(t.untyped_storage()._cdata)) and not entry[0].expired():
+        if (
+            self._written
+            and has_memory(t)
+            and (entry := self._written.get(t.untyped_storage()._cdata))
+            and not entry[0].expired()
+        ):
             return Lost("a write into memory that it shares")
         if self._looked_at.get(t) or self.recorder.constants.get(t) is not None or self.weights.is_known(t):
             return None

@@ -209,7 +209,7 @@ class Marks(Generic[M]):
     def sharing(self, t: Tensor) -> list[Tensor]:
         """The other marked tensors on the memory of `t`."""
         memory = t.untyped_storage()._cdata
-        others = [other for other in self.tensors() if other is not t and _has_memory(other)]
+        others = [other for other in self.tensors() if other is not t and has_memory(other)]
         return [other for other in others if other.untyped_storage()._cdata == memory]
 
     def set(self, t: Tensor, mark: M) -> None:
@@ -221,7 +221,7 @@ class Marks(Generic[M]):
                 del entries[key]
 
         entries[key] = (weakref.ref(t, forget), mark)
-        if (torch._C._current_graph_task_id() != -1 or not t.requires_grad) and _has_memory(t):
+        if (torch._C._current_graph_task_id() != -1 or not t.requires_grad) and has_memory(t):
             self._on_memory[_memory(t)] = (StorageWeakRef(t.untyped_storage()), mark)
 
     def recalled(self, t: Tensor) -> M | None:
@@ -230,11 +230,11 @@ class Marks(Generic[M]):
         So with what a checkpoint inside a checkpoint gives back, DLPack, `nn.Parameter(t)`. A tensor that needs a gradient
         tells by its graph that it is data; it is remembered in backward alone.
         """
-        entry = self._on_memory.get(_memory(t)) if _has_memory(t) else None
+        entry = self._on_memory.get(_memory(t)) if has_memory(t) else None
         return entry[1] if entry is not None and not entry[0].expired() else None
 
 
-def _has_memory(t: Tensor) -> bool:
+def has_memory(t: Tensor) -> bool:
     return t.layout is torch.strided and not t.is_meta and not is_functorch_wrapped_tensor(t)
 
 

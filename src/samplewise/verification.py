@@ -2,7 +2,8 @@
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -202,7 +203,10 @@ def _run_alone(b: int, module: nn.Module, grads: Grads, args: tuple, kwargs: dic
 
 
 def _outputs(out: Any, grads: Grads, alone: dict[int, list[Tensor]]) -> list[Output | Loss | None]:
-    """For each output that has samples, a gradient in which no two of its elements are alike; the first loss if none has."""
+    """For each output that has samples, a gradient in which no two of its elements are alike; and the first loss.
+
+    Beside other outputs a loss counts only if it is known what a sample's share in it is.
+    """
     outputs: list[Output | Loss | None] = []
     for k, t in enumerate(_tensors(out)):
         layout = grads.marks.get(t)
@@ -214,12 +218,14 @@ def _outputs(out: Any, grads: Grads, alone: dict[int, list[Tensor]]) -> list[Out
             places = layout.fold(0)(torch.arange(t.numel(), device=t.device).reshape(t.shape))[b]
             v.view(-1)[places[theirs[k].numel() :] if k < len(theirs) else places] = 0
         outputs.append(Output(t, layout, v))
-    if not any(outputs):
-        for k, t in enumerate(_tensors(out)):
-            mark = grads.marks.get(t)
-            if isinstance(mark, Mixed) and mark.linear and t.numel() == 1 and t.requires_grad:
-                shares = {"sum": 1.0, "mean": 1.0 / (grads.batch_size or 1)}
-                outputs[k] = Loss(t, shares.get(mark.reduction or "") if mark.even else None)
+    has_rows = any(outputs)
+    for k, t in enumerate(_tensors(out)):
+        mark = grads.marks.get(t)
+        if isinstance(mark, Mixed) and mark.linear and t.numel() == 1 and t.requires_grad:
+            shares = {"sum": 1.0, "mean": 1.0 / (grads.batch_size or 1)}
+            share = shares.get(mark.reduction or "") if mark.even else None
+            if share is not None or not has_rows:
+                outputs[k] = Loss(t, share)
                 break
     return outputs
 
@@ -229,7 +235,8 @@ def _backward(outputs: list[Output | Loss | None], grads: Grads) -> None:
     if terms:
         total = reduce(torch.add, terms)
         grads._set_scale(1.0)
-        (total.real if total.is_complex() else total).backward()
+        with _gradients_put_back(grads.model):
+            (total.real if total.is_complex() else total).backward()
 
 
 def _compared(
@@ -278,17 +285,14 @@ def _compared(
 def _term(output: Output | Loss, t: Tensor, b: int) -> Tensor:
     """What backward starts from for sample b alone."""
     if isinstance(output, Loss):
-        return t.sum()
+        return t.sum() * (1.0 if output.share is None else output.share)
     return (t.flatten() * output.layout.fold(0)(output.v)[b][: t.numel()]).sum()
 
 
 def _share(outputs: list[Output | Loss], own: dict[str, Tensor], truth: list[Tensor | None]) -> float:
     """What the gradient in the batch is of that alone; for a loss whose weights are not known, what fits best."""
-    losses = [output for output in outputs if isinstance(output, Loss)]
-    if not losses:
+    if not any(isinstance(output, Loss) and output.share is None for output in outputs):
         return 1.0
-    if losses[0].share is not None:
-        return losses[0].share
     pairs = [(G, T.to_dense() if T.is_sparse else T) for G, T in zip(own.values(), truth, strict=True) if T is not None]
     square = sum(float(T.abs().square().sum()) for _, T in pairs)
     return sum(float((G * T.conj()).real.sum()) for G, T in pairs) / (square or 1.0)
@@ -313,12 +317,19 @@ def _gradients(total: Tensor, parameters: list[Tensor], module: nn.Module) -> li
         if "use_reentrant" not in str(error):
             raise
     # autograd.grad does not see what lies in a reentrant checkpoint
+    with _gradients_put_back(module):
+        total.backward()
+        return [p.grad for p in parameters]
+
+
+@contextmanager
+def _gradients_put_back(module: nn.Module) -> Iterator[None]:
+    """`.grad` of all parameters None inside, and as it was afterwards."""
     before = [(p, p.grad) for p in module.parameters()]
     try:
         for p, _ in before:
             p.grad = None
-        total.backward()
-        return [p.grad for p in parameters]
+        yield
     finally:
         for p, grad in before:
             p.grad = grad

@@ -107,10 +107,13 @@ def routes(name: str, t: Tensor, mark: Mark, args: tuple, mark_of: Callable[[Ten
     tells = name in ROUTING and t.dtype in DISCRETE and not (args and t is args[0] and name != "embedding_bag")
     if name in READING and not (args[0].requires_grad or isinstance(mark_of(args[0]), Layout)):
         return False
+    if name in WRITING and not any(isinstance(a, Tensor) and isinstance(mark_of(a), Layout) for a in args[2:]):
+        return False  # which rows are overwritten with a constant is up to all samples
     return tells and isinstance(mark, Mixed | Lost) and mark.discrete
 
 
 READING = {"getitem", "index_select", "gather", "take_along_dim"}
+WRITING = {"setitem", "index_put"}
 
 
 def moves(name: str) -> bool:

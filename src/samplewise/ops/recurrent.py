@@ -136,7 +136,8 @@ def recurrence_rule(
         )
     rows = layout.fold(1)
     plain_w, plain_b = meeting.plain(w_hh), meeting.plain(b_hh)
-    by_steps = gates.is_cpu and gates.dtype in (torch.float32, torch.float64)
+    learns = plain_w.requires_grad or (plain_b is not None and plain_b.requires_grad)  # by ordinary autograd
+    by_steps = gates.is_cpu and gates.dtype in (torch.float32, torch.float64) and not learns
     seen: list[tuple[Tensor, int]] = []  # the outputs and their version, known once the steps were taken
 
     def steps_before(h0: Tensor) -> Tensor:
