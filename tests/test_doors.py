@@ -329,14 +329,27 @@ def scattered(s, x, i):
 LENGTHS = torch.tensor([4, 6, 2, 1])
 
 
+def filled_through_views(s, x):
+    out = torch.zeros(len(x), x.shape[1], 5).double()
+    for t in range(x.shape[1]):
+        out[:, t, :3].add_(s.l(x[:, t]))
+        out[:, t, 3:].copy_(x[:, t, :2])
+    return s.k(out)
+
+
 def sparse_constant(s, x):
     h = torch.zeros(len(x), 5).double()
     h[:, 1:] = x[:, 1:]
     return s.l(torch.sparse.mm(EYE, h.T).T)
 
 
+TOKENS = torch.arange(B)
 EYE = torch.eye(5).double().to_sparse()
 ORDINARY = {
+    "filled through views": (lambda: Fn(filled_through_views, l=linear(), k=linear()), lambda: (data(B, 6, 5),)),
+    "row expanded to the batch": (
+        lambda: Fn(lambda s, x: s.e(TOKENS.unsqueeze(0).expand(len(x), -1)).sum(1) * x, e=nn.Embedding(9, 5)), lambda: (data(B, 5),)
+    ),
     "sparse constant": (lambda: Fn(sparse_constant, l=linear()), lambda: (data(B, 5),)),
     "cache": (lambda: Fn(cached, k=linear(5, 4), q=linear(5, 4)), lambda: (data(B, 6, 5),)),
     "ones made in forward": (lambda: Fn(lambda s, x: s.l(x) + s.l(x.new_ones(len(x), 5)), l=linear()), lambda: (data(B, 5),)),
@@ -433,6 +446,19 @@ def test_block_mask_made_of_document_ids():
         model.zero_grad()
         model(part, torch.zeros(len(part))).square().sum().backward()
         assert relative_error(grads["qkv.weight"].of_samples([b])[0], model.qkv.weight.grad) < 1e-9
+
+
+class Carrier:
+    def __init__(self):
+        self.seen = []
+
+
+def test_verification_leaves_objects_among_the_arguments_alone():
+    model = Fn(lambda s, x, carrier: carrier.seen.append(x) or s.l(x), l=linear()).double()
+    carrier = Carrier()
+    with sw.capture(model) as grads:
+        grads.backward(model(data(B, 5), carrier).square().sum(1))
+    assert len(carrier.seen) == 1
 
 
 def test_hooks_that_keep_samples_apart_run():

@@ -52,8 +52,12 @@ class Marking:
     def _set(self, t: Tensor, mark: Mark, *, in_place: bool) -> None:
         """Marks `t`; writing other samples into it leaves it open what tensors that share its memory hold."""
         if in_place and not same_samples(mark, self.marks.get(t)):
+            of_base = _layout_of_base(t, mark)
             for other in self.marks.sharing(t):
-                self.marks.set(other, Lost("a write into memory that it shares"))
+                if other is not t._base or not same_samples(of_base, self.marks.get(other)):
+                    self.marks.set(other, Lost("a write into memory that it shares"))
+            if t._base is not None and of_base is not None and self.marks.get(t._base) is None:
+                self.marks.set(t._base, of_base)
             storage = t.untyped_storage()
             self._written[storage._cdata] = (StorageWeakRef(storage), weakref.ref(t))
         self.marks.set(t, mark)
@@ -81,5 +85,24 @@ class Marking:
         return mark
 
 
-def same_samples(mark: Mark, other: Mark | None) -> bool:
+def _layout_of_base(view: Tensor, mark: Mark) -> Layout | None:
+    """The layout that a tensor of constants gets when data is written through a view of it that spans all its samples.
+
+    So with a cache or an output that is filled slice by slice. None if the view is not a part of its base along dimensions.
+    """
+    base, d = view._base, 0
+    if base is None or not isinstance(mark, Layout):
+        return None
+    shape = [1] * base.ndim
+    for k in range(view.ndim):
+        while d < base.ndim and base.stride(d) != view.stride(k):
+            d += 1
+        if d == base.ndim or (k in mark.dims and view.shape[k] != base.shape[d]):
+            return None
+        shape[d] = mark.ids.shape[k]
+        d += 1
+    return Layout(mark.ids.reshape(shape), mark.num_samples)
+
+
+def same_samples(mark: Mark | None, other: Mark | None) -> bool:
     return isinstance(mark, Layout) and isinstance(other, Layout) and torch.equal(mark.ids, other.ids)

@@ -48,6 +48,8 @@ def refuse_strangers(recorder: Recorder, name: str, tensors: list[Tensor], weigh
     for t in tensors:
         if t.requires_grad or recorder.constants.get(t) or B in (None, 1) or t.ndim <= dim or t.shape[dim] != B:
             continue
+        if t.layout is torch.strided and t.stride(dim) == 0:
+            continue  # one row, expanded
         raise UnattributedError(
             f"{name} uses {describe(weights)} on a tensor {tuple(t.shape)} from outside of the block, which is not known to "
             "hold samples, though it has as many rows. If it does, say so, grads.mark(tensor); if it is a constant, make "

@@ -1,5 +1,6 @@
 """The first call of its kind checked against truth: a few samples run alone through the plain model."""
 
+import copy
 import math
 import weakref
 from collections.abc import Callable, Iterator
@@ -138,10 +139,10 @@ def _verification(
     copies: list[tuple[Tensor, Layout]] = []
 
     def copied(t: Tensor) -> Tensor:
-        copy = t.detach().clone()
+        own = t.detach().clone()
         if marks is not None and id(t) in marks:
-            copies.append((copy, marks[id(t)]))
-        return copy
+            copies.append((own, marks[id(t)]))
+        return own
 
     args, kwargs = tree_map_only(Tensor, copied, (args, kwargs))
     model = twin(module)
@@ -151,8 +152,9 @@ def _verification(
                 grads.marks.set(t, layout)
             grads.mark_inputs(args, kwargs)
             samples = tuple(sorted({0, (grads.batch_size or 1) - 1}))
+            own, named = tree_map(_fresh, (args, kwargs))
             with same_randomness(module):
-                out = model(*args, **kwargs)
+                out = model(*own, **named)
             _refuse_mixed(out, grads)
             with paused():
                 alone = {b: _run_alone(b, module, grads, args, kwargs) for b in samples}
@@ -192,6 +194,7 @@ def _refuse_mixed(out: Any, grads: Grads) -> None:
 def _run_alone(b: int, module: nn.Module, grads: Grads, args: tuple, kwargs: dict) -> list[Tensor]:
     """The outputs of the plain model for sample b."""
     own, named = tree_map(_alone(b, grads), (args, kwargs), is_leaf=lambda a: isinstance(a, PackedSequence))
+    own, named = tree_map(_fresh, (own, named))
     try:
         with same_randomness(module):
             return _tensors(twin(module)(*own, **named))
@@ -200,6 +203,13 @@ def _run_alone(b: int, module: nn.Module, grads: Grads, args: tuple, kwargs: dic
             f"the model could not be run on sample {b} alone, so it was not verified ({type(error).__name__}: {error}). "
             "Turn the check off: capture(model, verify=False)."
         ) from error
+
+
+def _fresh(leaf: Any) -> Any:
+    """An object among the arguments that a forward may change (a cache of keys and values) as a copy of its own."""
+    if isinstance(leaf, Tensor | nn.Module | type) or not hasattr(leaf, "__dict__") or callable(leaf):
+        return leaf
+    return copy.deepcopy(leaf)
 
 
 def _outputs(out: Any, grads: Grads, alone: dict[int, list[Tensor]]) -> list[Output | Loss | None]:
