@@ -28,6 +28,11 @@ def loss_refused(loss_fn, *, width: int = 4, **options) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+def LABELS_OF(x):  # noqa: N802
+    """Integers of the batch, made of integers."""
+    return (x[:, 0] > 0).long() + 0
+
+
 def hooked(z: Tensor, hook) -> Tensor:
     z.register_hook(hook)
     return z
@@ -75,6 +80,8 @@ LOSSES = {
     "kl_div batchmean": lambda g, z, x: F.kl_div(z, z.detach().exp(), reduction="batchmean"),
     "one row of all samples": lambda g, z, x: F.pairwise_distance(z[:, 0], TARGETS),
     "load balancing": lambda g, z, x: (z.mean(0) * F.one_hot(z.argmax(1), 4).double().mean(0)).sum(),
+    "columns picked by all labels": lambda g, z, x: z[:, LABELS_OF(x)].square().sum(),
+    "histogram of the batch": lambda g, z, x: (z * torch.zeros_like(z).index_add(0, LABELS_OF(x), torch.ones_like(z))).sum(),
     "gradient given that mixes": lambda g, z, x: _with_gradient(z, z.detach().softmax(0)),
 }  # fmt: skip
 
@@ -149,6 +156,15 @@ def bias_from_the_batch(s, x):
     return s.l(x)
 
 
+def placed_elsewhere(s, x):
+    h = s.l(x)
+    out = torch.zeros(2, 3).double()
+    v = out[0]
+    v.copy_(h[-1])
+    out[1] = v
+    return torch.cat([h[:1] * out[0], h[1:]])
+
+
 def overwritten_by_rank(s, i, x):
     h = s.l(x).clone()
     h[i == i.max()] = 0
@@ -186,6 +202,7 @@ MODELS = {
     "mean through an alias": (lambda: Fn(mean_through_an_alias, **two()), lambda: (data(B, 5),)),
     "running mean through data": (lambda: Fn(running_mean, l=linear(), mu=nn.Buffer(data(5))), lambda: (data(B, 5),)),
     "bias from the batch": (lambda: Fn(bias_from_the_batch, l=linear()), lambda: (data(B, 5),)),
+    "placed beside where it was written": (lambda: Fn(placed_elsewhere, l=linear(5, 3)), lambda: (data(2, 5),)),
     "rows overwritten by rank": (lambda: Fn(overwritten_by_rank, l=linear()), lambda: (LABELS, data(B, 5))),
     "rows of which one is written": (lambda: Fn(some_rows_written, l=linear()), lambda: (data(B, 5),)),
     "rows combined where picked": (lambda: Fn(unique_rows, w=(7, 5)), lambda: (LABELS, data(B, 5))),
@@ -428,6 +445,26 @@ def test_an_integer_that_picks_a_branch_is_a_kind_of_call():
         model(torch.randn(B, 5), 0)
     with pytest.raises(SamplewiseError, match="influence"), sw.capture(model):
         model(torch.randn(B, 5), 1)
+
+
+def test_rows_picked_by_a_mask_are_not_remembered_from_another():
+    model, loss_fn = Fn(lambda s, x, k: s.l(x[k]), l=linear()).double(), lambda m, x, k: m(x, k).square().sum()[None]
+    for mask in ([[1, 1, 1, 0], [1, 0, 0, 0]], [[1, 0, 0, 0], [1, 1, 1, 0]]):
+        x, mask = data(2, 4, 5), torch.tensor(mask).bool()
+        with sw.capture(model) as grads:
+            model(x, mask).square().sum().backward()
+        for name, G in oracle(model, loss_fn, x, mask).items():
+            assert relative_error(grads[name].materialize(), G) < 1e-9
+
+
+def test_an_optimizers_step_inside_the_block():
+    model, x = nn.Linear(5, B), torch.randn(B, 5)
+    optimizer = torch.optim.Adam(model.parameters())
+    with sw.capture(model) as grads:
+        grads.backward(model(x).square().sum(1))
+        for name, p in model.named_parameters():
+            p.grad = grads[name].sum()
+        optimizer.step()
 
 
 def test_drop_in_refuses_checkpoints_in_words():

@@ -65,7 +65,10 @@ class Marking:
     def wrote(self, t: Tensor, args: tuple) -> bool:
         """Whether what was written into the memory of `t` is what `t[index] = value` now puts there: t[index] += ..."""
         entry = self._written.get(t.untyped_storage()._cdata) if t is args[0] and has_memory(t) else None
-        return entry is not None and entry[1]() is args[2]
+        if entry is None or entry[1]() is not args[2]:
+            return False
+        place, value = t[args[1]], args[2]
+        return (place.data_ptr(), place.shape, place.stride()) == (value.data_ptr(), value.shape, value.stride())
 
     def alias(self, t: Tensor) -> Mark | None:
         """The mark of an unmarked tensor that came about unseen on the memory of a marked one (DLPack, nn.Parameter(t))."""

@@ -43,8 +43,8 @@ def refuse(name: str, mark: Mark | Several | None, weights: WeightsMet) -> NoRet
 def refuse_strangers(recorder: Recorder, name: str, tensors: list[Tensor], weights: WeightsMet) -> None:
     """A tensor with a row a sample that came from outside and is not marked would pass for a constant."""
     B, dim = recorder.batch_size, recorder.batch_dim
-    if torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled():
-        return  # the formula of somebody's backward
+    if not torch.is_grad_enabled():
+        return  # an optimizer's step, the formula of somebody's backward
     for t in tensors:
         if t.requires_grad or recorder.constants.get(t) or B in (None, 1) or t.ndim <= dim or t.shape[dim] != B:
             continue

@@ -49,7 +49,14 @@ class Still(TorchFunctionMode):
             floats = [i for i, a in enumerate(args) if isinstance(a, float)]
             args = tuple(0.0 if i in floats else a for i, a in enumerate(args))
         out = self._insides.run(self, func, args, kwargs)
-        return func(*args, **kwargs) if out is NotImplemented else out
+        if out is not NotImplemented:
+            return out
+        out = func(*args, **kwargs)
+        if name in ("batch_norm", "instance_norm") and out.requires_grad:
+            out.register_hook(
+                Tensor.contiguous
+            )  # torch 2.15's backward on the CPU is wrong for some strides of the gradient
+        return out
 
 
 @contextmanager

@@ -262,7 +262,7 @@ def _compared(
             if isinstance(output, Loss):
                 continue
             mine = output.layout.fold(0)(output.whole.detach())[b][: t.numel()]
-            if mine.numel() != t.numel():
+            if mine.numel() != t.numel() or _holds_others(output, t):
                 agree = False
                 continue
             error = _difference(mine, t.detach().flatten(), output.whole.detach())
@@ -290,6 +290,15 @@ def _compared(
             )
     rows = tuple(_row(name, grads, errors[name], right[name]) for name in parameters)
     return Verification(rows, tuple(alone), output_error, agree)
+
+
+def _holds_others(output: Output, alone: Tensor) -> bool:
+    """Whether a sample has an element for each sample of the batch ([B, B]): that is no padding."""
+    whole, layout = output.whole, output.layout
+    sizes = [
+        (whole.shape[d], alone.shape[d]) for d in range(whole.ndim) if d not in layout.dims and alone.ndim == whole.ndim
+    ]
+    return layout.num_samples > 1 and (layout.num_samples, 1) in sizes
 
 
 def _term(output: Output | Loss, t: Tensor, b: int) -> Tensor:

@@ -55,6 +55,7 @@ from samplewise.flow.moves import (
     added_along,
     broadcast,
     concatenated,
+    coordinates,
     expanded,
     gathered,
     indexed,
@@ -105,7 +106,7 @@ def routes(name: str, t: Tensor, mark: Mark, args: tuple, mark_of: Callable[[Ten
     Rows that are read from a constant are another matter: which ones a sample gets is then up to the others.
     """
     tells = name in ROUTING and t.dtype in DISCRETE and not (args and t is args[0] and name != "embedding_bag")
-    if name in READING and not (args[0].requires_grad or isinstance(mark_of(args[0]), Layout)):
+    if name in READING and args and not (args[0].requires_grad or isinstance(mark_of(args[0]), Layout)):
         return False
     if name in WRITING and not any(isinstance(a, Tensor) and isinstance(mark_of(a), Layout) for a in args[2:]):
         return False  # which rows are overwritten with a constant is up to all samples
@@ -127,9 +128,12 @@ def flow(call: Call) -> Mark | Several | None:
     if key is None:
         return _found_flow(call)
     if key not in REMEMBERED:
+        mark = _found_flow(call)
+        if isinstance(mark, Lost) or call.was_tried:
+            return mark
         if len(REMEMBERED) >= MAX_REMEMBERED:
             REMEMBERED.clear()
-        REMEMBERED[key] = _found_flow(call)
+        REMEMBERED[key] = mark
     return REMEMBERED[key]
 
 
@@ -139,20 +143,21 @@ MAX_REMEMBERED = 1024
 
 def _key(call: Call) -> Any:
     """All that the call's flow depends on; None if that may be values."""
-    handler = HANDLERS.get(call.name)
+    handler = handler_of(call)
     if handler not in BY_SHAPES and handler not in MOVES:
         return None
     marks = {id(t): mark for t, mark in call.marks}
-    tensors = tensors_in((*call.args, *call.kwargs.values()))
-    if (handler in MOVES and len(tensors) > len(call.marks)) or not all(isinstance(mark, Layout) for mark in marks.values()):
+    if not all(isinstance(mark, Layout) for mark in marks.values()):
         return None
+    if handler in (indexed, indexed_along) and len(tensors_in((*call.args, *call.kwargs.values()))) > 1:
+        return None  # where an index puts rows is in its values
 
     def spec(a: Any) -> Any:
         if isinstance(a, Tensor):
             return marks.get(id(a)), a.shape, a.dtype
         if isinstance(a, list | tuple):
             return tuple(map(spec, a))
-        return (a.start, a.stop, a.step) if isinstance(a, slice) else a
+        return (slice, a.start, a.stop, a.step) if isinstance(a, slice) else (type(a), a)
 
     outs = call.results or [call.out]
     key = call.func, *map(spec, call.args), *((k, spec(a)) for k, a in call.kwargs.items()), *(t.shape for t in outs)
@@ -179,11 +184,17 @@ def _found_flow(call: Call) -> Mark | Several | None:
 DISCRETE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
+def handler_of(call: Call) -> Handler | None:
+    if call.name == "where" and len(call.args) + len(call.kwargs) == 1:
+        return coordinates
+    return HANDLERS.get(call.name)
+
+
 def _flow(call: Call) -> Mark | Several | None:
     marks = [mark for _, mark in call.marks]
     if any(isinstance(mark, Lost) for mark in marks):
         return next(mark for mark in marks if isinstance(mark, Lost))
-    handler = HANDLERS.get(call.name)
+    handler = handler_of(call)
     if is_in_place(call.func) and handler in MOVES:
         return Lost(call.name)  # its shape before is gone
     if any(isinstance(mark, Mixed) for mark in marks):
@@ -194,7 +205,10 @@ def _flow(call: Call) -> Mark | Several | None:
     if sample is not None:  # whatever the op does with it
         return Several([call.layout(torch.full([1] * t.ndim, sample, device="cpu")) for t in call.results or [call.out]])
     mark = handler(call) if handler else Lost(call.name)
-    return probed(call) if isinstance(mark, Lost) else mark
+    if isinstance(mark, Lost):
+        call.was_tried = True
+        return probed(call)
+    return mark
 
 
 def _only_sample(marks: list[Mark]) -> int | None:
@@ -343,6 +357,7 @@ HANDLERS: dict[str, Handler] = {
     "cosine_similarity": compared,
     **dict.fromkeys(["cross", "linalg_cross"], crossed),
     "index_put": put,
+    **dict.fromkeys(["nonzero", "argwhere"], coordinates),
     "pad_sequence": sequences,
     "ctc_loss": ctc,
     "torch_attn::_varlen_attn": varlen,

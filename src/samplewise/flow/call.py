@@ -26,6 +26,8 @@ class Call:
     """The marked tensors among the arguments, in their order."""
     results: list[Tensor] = field(default_factory=list)
     """All results, where there are several."""
+    was_tried: bool = False
+    """Whether it took values to tell where its samples go."""
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)

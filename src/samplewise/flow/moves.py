@@ -1,6 +1,7 @@
 """Ops that only move elements: what they do to a tensor they do to its sample ids."""
 
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -136,7 +137,7 @@ def _selected_by_data(call: Call) -> Mark:
     dim = dim % max(1, source.ndim)
     shape = [1] * call.out.ndim
     shape[dim] = -1
-    parts = [layouts[id(index)].ids.reshape(shape)] if _picks(index, source, layouts) else []
+    parts = [layouts[id(index)].ids.reshape(shape)] if _picks(call, index, layouts) else []
     if id(source) in layouts:
         ids = layouts[id(source)].ids
         parts.append(ids if ids.shape[dim] == 1 else ids.index_select(dim, index.cpu()))
@@ -154,7 +155,7 @@ def indexed(call: Call) -> Mark:
         ids = ids.expand([*source.shape[:consumed], *ids.shape[consumed:]])
         parts.append(compressed(ids[index]))
     pickers = given if isinstance(given, tuple) else (given,)
-    if any(_picks(i, source, layouts) for i in pickers):
+    if any(_picks(call, i, layouts) for i in pickers):
         of_pickers = _samples_of_pickers(call, pickers, layouts)
         if of_pickers is None:
             return Lost(call.name)
@@ -162,25 +163,46 @@ def indexed(call: Call) -> Mark:
     return merged(call, parts)
 
 
-def _picks(index: Any, source: Tensor, layouts: dict[int, Layout]) -> bool:
-    """Whether what the index picks is of the index's samples. Integers made of integers tell where rows of data go."""
-    return id(index) in layouts and not (id(source) in layouts and layouts[id(index)].discrete)
+def _picks(call: Call, index: Any, layouts: dict[int, Layout]) -> bool:
+    """Whether what the index picks is of the index's samples. Integers made of integers may tell where rows of data go."""
+    source = layouts.get(id(call.args[0]))
+    if id(index) not in layouts or source is None or not layouts[id(index)].discrete:
+        return id(index) in layouts
+    return not (dims_indexed(call.name, index, call.args) & set(source.dims))
+
+
+def dims_indexed(name: str, index: Tensor, args: tuple) -> set[int]:
+    """The dimensions of the first argument along which the op picks or places by this index."""
+    ndim = args[0].ndim
+    if name not in ("getitem", "setitem", "index_put"):
+        dims = [a for a in args[1:] if isinstance(a, int) and not isinstance(a, bool)]
+        return {dims[0] % max(1, ndim)} if dims else {0}
+    parts = args[1] if isinstance(args[1], list | tuple) else (args[1],)
+    d = 0
+    for part in parts:
+        if part is index:
+            return set(range(d, d + _consumed(part)))
+        d += ndim - sum(map(_consumed, parts)) if part is Ellipsis else _consumed(part)
+    return set()
 
 
 def _samples_of_pickers(call: Call, pickers: tuple, layouts: dict[int, Layout]) -> Tensor | None:
     """The samples of the elements that data picks; None for an index that is not one run of tensors behind full slices."""
     lead = next(k for k, i in enumerate(pickers) if not (isinstance(i, slice) and i == slice(None)))
-    if all(isinstance(i, Tensor) and i.dtype == torch.bool for i in pickers[lead:]) and len(pickers) == lead + 1:
-        mask = pickers[lead]
+    run = list(takewhile(lambda i: isinstance(i, Tensor), pickers[lead:]))
+    if not run or any(isinstance(i, Tensor | list) for i in pickers[lead + len(run) :]):
+        return None
+    if [i.dtype for i in run] == [torch.bool]:
+        mask = run[0]
         ids = layouts[id(mask)].ids.expand(mask.shape)[mask.cpu()]  # one element for each that the mask picks
-    elif all(isinstance(i, Tensor) and i.dtype != torch.bool for i in pickers[lead:]):
-        ndim = max(i.ndim for i in pickers[lead:])
-        met = merged(call, [aligned(layouts[id(i)].ids, ndim) for i in pickers[lead:] if id(i) in layouts])
+    elif any(i.dtype == torch.bool for i in run):
+        return None
+    else:
+        ndim = max(i.ndim for i in run)
+        met = merged(call, [aligned(layouts[id(i)].ids, ndim) for i in run if id(i) in layouts])
         if not isinstance(met, Layout):
             return None
         ids = met.ids
-    else:
-        return None
     return ids.reshape([1] * lead + list(ids.shape) + [1] * (call.out.ndim - lead - ids.ndim))
 
 
@@ -211,6 +233,13 @@ def adopted(ids: Tensor, num_samples: int) -> Tensor:
     return filled if bool((filled >= 0).all()) and filled.unique().numel() == filled.numel() == num_samples else ids
 
 
+def coordinates(call: Call) -> Several | Mark:
+    """nonzero(x), where(x): each place belongs to the sample of the element that it is the place of."""
+    tensor, layout = call.subject
+    found = layout.ids.expand(tensor.shape)[(tensor != 0).cpu()]
+    return Several(call.layout(found.reshape([-1] + [1] * (t.ndim - 1))) for t in call.results)
+
+
 def put(call: Call) -> Mark:
     """x.index_put(indices, values): as x[indices] = values."""
     tensor, indices, values = call.args[0], call.arg(1, "indices"), call.arg(2, "values")
@@ -226,7 +255,8 @@ def added_along(call: Call) -> Mark:
     target, dim, index, source = call.args[0], call.arg(1, "dim"), call.arg(2, "index"), call.arg(3, "source")
     layouts = {id(t): mark for t, mark in call.marks if isinstance(mark, Layout)}
     if id(source) not in layouts:
-        return layouts[id(target)] if id(target) in layouts else Lost(call.name)
+        known = id(target) in layouts and id(index) not in layouts
+        return layouts[id(target)] if known else call.mixed()  # how often a row is added to is up to all samples
     dim = dim % max(1, target.ndim)
     of_source = layouts[id(source)].ids
     if all(layout.ids.shape[dim] == 1 for layout in (layouts.get(id(t)) for t in (target, source)) if layout is not None):
@@ -254,7 +284,7 @@ def gathered(call: Call) -> Mark:
         return Lost(call.name)
     layouts = {id(t): mark for t, mark in call.marks if isinstance(mark, Layout)}
     dim = dim % max(1, source.ndim)
-    parts = [layouts[id(index)].ids] if _picks(index, source, layouts) else []  # along the other dimensions the two line up
+    parts = [layouts[id(index)].ids] if _picks(call, index, layouts) else []  # along the other dimensions the two line up
     if id(source) in layouts:
         ids = layouts[id(source)].ids
         for d in range(source.ndim):
