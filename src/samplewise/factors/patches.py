@@ -73,6 +73,16 @@ class Patches(Factor):
         )
         return gradient
 
+    def materialize_wide(self) -> Tensor:
+        return torch.cat([part.outer().materialize_wide() for _, part in self.chunks() if isinstance(part, Patches)])
+
+    def band(self, rows: Tensor) -> "Patches | None":
+        return Patches(self.x, self.g[:, :, rows], self.geometry) if self.geometry.groups == 1 else None
+
+    def two_sided(self, left_OK: Tensor | None, right_IK: Tensor | None) -> Tensor:
+        parts = [part.outer().two_sided(left_OK, right_IK) for _, part in self.chunks() if isinstance(part, Patches)]
+        return torch.cat(parts)
+
     def outer(self) -> Outer:
         """The same factor with its patches built: a[b, t, group, channel·kernel]."""
         (B, R, C), O, geometry = self.x.shape[:3], self.g.shape[2], self.geometry
