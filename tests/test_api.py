@@ -11,8 +11,9 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 
 def test_public_names_are_frozen():
     assert sorted(sw.__all__) == [
-        "Grads", "SamplesMixError", "SamplewiseError", "UnattributedError", "Verification", "call_for_per_sample_grads",
-        "capture", "verify",
+        "Gaussian", "Grads", "Kronecker", "NoiseScale", "Rademacher", "RunningMoments", "RunningNoiseScale", "RunningNorms",
+        "SamplesMixError", "SamplewiseError", "SparseJL", "UnattributedError", "Verification", "call_for_per_sample_grads",
+        "capture", "per_sample", "verify",
     ]  # fmt: skip
     assert all(hasattr(sw, name) for name in sw.__all__)
 
