@@ -110,7 +110,7 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
         """{name: sum_b min(1, max_norm / ‖G[b]‖) G[b]}, each like its parameter.
 
         The norm is taken over all captured parameters, or over each of the `groups`, as in `norms`; `max_norm` may then be
-        {group: bound}. A sample whose norm is inf or NaN is left out (of that group).
+        {group: bound}. A sample whose norm, in any group, is inf or NaN is left out.
 
         >>> model = nn.Linear(2, 1, bias=False)
         >>> with capture(model) as grads:
@@ -203,8 +203,10 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
         return self._added([self[name].dots_with_sum(samples) for name in self])
 
     def _weighted_by_group(self, groups: Groups, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A sample that is without a weight in one group is left out of all."""
+        left_out = reduce(torch.logical_or, (w == 0 for w in weights.values()))
         w_of = {name: weights[group] for group, names in grouped(self._aliases, groups).items() for name in names}
-        return {name: self[name].weighted_sum(w_of[name]) for name in self}
+        return {name: self[name].weighted_sum(torch.where(left_out, 0.0, w_of[name])) for name in self}
 
     def _norm_of(self, direction: Mapping[str, Tensor]) -> Tensor:
         return self._added([squares(d).sum() for d in direction.values()]).sqrt()

@@ -1,7 +1,7 @@
 """Estimates over many batches: each takes a batch at a time, merges with those of other processes, and can be saved."""
 
 from abc import ABC, abstractmethod
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class Running(ABC):
         """Adds the samples of a batch."""
 
     @abstractmethod
-    def merge(self, other: Self) -> None:
+    def merge(self, other: Any) -> None:
         """Adds the samples that another estimate has seen."""
 
     @abstractmethod
@@ -69,7 +69,7 @@ class RunningMoments(Running):
         of = {name: grads[name].deviations(keep) for name in grads} if len(q) else {}
         self._add(len(q), {n: mean for n, (mean, _) in of.items()}, {n: deviation for n, (_, deviation) in of.items()})
 
-    def merge(self, other: Self) -> None:
+    def merge(self, other: "RunningMoments") -> None:
         self.num_left_out += other.num_left_out
         self._add(other.num_samples, other._means, other._deviations)
 
@@ -139,7 +139,7 @@ class RunningNoiseScale(Running):
         self._batches.append((len(q), float(q.double().sum()), float(d.double().sum())))
         self.num_samples += len(q)
 
-    def merge(self, other: Self) -> None:
+    def merge(self, other: "RunningNoiseScale") -> None:
         self._batches += other._batches
         self.num_samples += other.num_samples
         self.num_left_out += other.num_left_out
@@ -184,7 +184,7 @@ class RunningNorms(Running):
             batch.smallest, batch.largest = float(norms.min()), float(norms.max())
         self.merge(batch)
 
-    def merge(self, other: Self) -> None:
+    def merge(self, other: "RunningNorms") -> None:
         total = self.num_samples + other.num_samples
         self.num_left_out += other.num_left_out
         if other.num_samples == 0:

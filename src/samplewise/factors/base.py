@@ -169,7 +169,7 @@ class Factor(ABC):
         parts = []
         for _, part in self.chunks():
             G = as_real(part.materialize_wide())
-            G = G.reshape(len(G), self.shape[0] if self.shape else 1, -1)
+            G = (G if self.shape else G.unsqueeze(1)).unsqueeze(-1).flatten(2)
             G = G if right_IK is None else G @ right_IK.to(G.dtype)
             parts.append(G if left_OK is None else left_OK.to(G.dtype).mT @ G)
         return torch.cat(parts)

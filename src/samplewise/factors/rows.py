@@ -73,9 +73,11 @@ class Rows(Factor):
         return self.ids.unique()
 
     def band(self, rows: Tensor) -> "Rows":
-        at = torch.searchsorted(rows, self.ids.contiguous()).clamp(max=max(0, len(rows) - 1))
-        inside = rows[at] == self.ids if len(rows) else torch.zeros_like(self.ids, dtype=torch.bool)
-        return Rows(at, torch.where(inside.unsqueeze(2), self.g, 0), num_rows=len(rows))
+        if len(rows) == 0:
+            return Rows(self.ids[:, :0], self.g[:, :0], num_rows=0)
+        at = torch.searchsorted(rows, self.ids.contiguous()).clamp(max=len(rows) - 1)
+        inside = (rows[at] == self.ids).unsqueeze(2)
+        return Rows(at, torch.where(inside, self.g, 0), num_rows=len(rows))
 
     def square_sum(self, center: Tensor | None = None) -> Tensor:
         """Rows that a sample did not look up are |0 - center|², counted and not built."""
