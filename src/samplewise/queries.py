@@ -163,8 +163,7 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
         if not len(other):
             other._added([])
         parts = [self[name].gram(other[name]) for name in self if name in other]
-        none = self.sq_norms().new_zeros(self.batch_size or 0, other.batch_size or 0)
-        return self._added(parts or [none])
+        return self._added(parts or [torch.outer(self.norms(), other.norms()).zero_()])
 
     def sum(self) -> dict[str, Tensor]:
         """{name: sum_b G[b]}, each like its parameter: what `.grad` would be."""

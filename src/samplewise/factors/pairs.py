@@ -10,7 +10,7 @@ def gram(G: Factor, H: Factor) -> Tensor:
     """K with K[b, c] = Re sum conj(G[b]) * H[c], shape [B, C], in float32 or better.
 
     Without a gradient built where the two structures allow it and it is cheaper; otherwise both are built a few rows of
-    the weight, or a few samples, at a time. The diagonal of a factor with itself is `sq_norms`.
+    the weight, or a few samples, at a time.
 
     >>> from samplewise.factors.dense import Dense
     >>> gram(Dense(torch.eye(2)), Dense(torch.tensor([[3.0, 4.0]]))).tolist()
@@ -21,14 +21,13 @@ def gram(G: Factor, H: Factor) -> Tensor:
         turned = H.pairs(G)
         K = None if turned is None else turned.mT.contiguous()
     if K is None:
-        K = built(G, H)
-    else:
-        for factor, dim in ((G, 0), (H, 1)):
-            doubtful = (factor.sq_norms() < 1e-3 * factor.terms()).nonzero().squeeze(1)  # as in `mended`
-            if len(doubtful):
-                exact = built(*(f.select(doubtful) if d == dim else f for d, f in enumerate((G, H))))
-                K = K.index_copy(dim, doubtful, exact.to(K.dtype))
-    return K.diagonal_scatter(G.sq_norms().to(K.dtype)) if H is G else K
+        return built(G, H)
+    for factor, dim in ((G, 0), (H, 1)):
+        doubtful = (factor.sq_norms() < 1e-3 * factor.terms()).nonzero().squeeze(1)  # as in `mended`
+        if len(doubtful):
+            exact = built(*(f.select(doubtful) if d == dim else f for d, f in enumerate((G, H))))
+            K = K.index_copy(dim, doubtful, exact.to(K.dtype))
+    return K
 
 
 def built(G: Factor, H: Factor) -> Tensor:
@@ -39,12 +38,17 @@ def built(G: Factor, H: Factor) -> Tensor:
     width = (G.num_samples + H.num_samples) * torch.Size(G.shape[1:]).numel()
     K = None
     for block in rows.split(fitting(width)):
-        left, right = G.band(block), H.band(block)
-        assert left is not None
-        assert right is not None
-        term = _products(left.materialize_wide(), right.materialize_wide())
+        left = _of_rows(G, block)
+        term = _products(left, left if H is G else _of_rows(H, block))
         K = term if K is None else K + term
     return G.sq_norms().new_zeros(G.num_samples, H.num_samples) if K is None else K
+
+
+def _of_rows(G: Factor, rows: Tensor) -> Tensor:
+    """G[:, rows]."""
+    band = G if len(rows) == G.shape[0] else G.band(rows)
+    assert band is not None
+    return band.materialize_wide()
 
 
 def _common_rows(G: Factor, H: Factor) -> Tensor | None:
@@ -68,7 +72,8 @@ def _by_samples(G: Factor, H: Factor) -> Tensor:
     lines = []
     for b in range(0, max(1, G.num_samples), step):
         left = G.select(slice(b, b + step)).materialize_wide()
-        tiles = (H.select(slice(c, c + step)).materialize_wide() for c in range(0, max(1, H.num_samples), step))
+        starts = range(0, max(1, H.num_samples), step)
+        tiles = (left if H is G and c == b else H.select(slice(c, c + step)).materialize_wide() for c in starts)
         lines.append(torch.cat([_products(left, right) for right in tiles], 1))
     return torch.cat(lines)
 
