@@ -1,18 +1,22 @@
-"""The public names, and the README's own code."""
+"""The public names, and the code of the README and the docs."""
 
+import doctest
 import inspect
 import re
 from pathlib import Path
 
 import samplewise as sw
+from samplewise.parameter import ParameterGrads
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
 
 
 def test_public_names_are_frozen():
     assert sorted(sw.__all__) == [
-        "Grads", "SamplesMixError", "SamplewiseError", "UnattributedError", "Verification", "call_for_per_sample_grads",
-        "capture", "verify",
+        "Gaussian", "Grads", "Kronecker", "NoiseScale", "Rademacher", "RunningMoments", "RunningNoiseScale", "RunningNorms",
+        "SamplesMixError", "SamplewiseError", "SparseJL", "UnattributedError", "Verification", "call_for_per_sample_grads",
+        "capture", "per_sample", "verify",
     ]  # fmt: skip
     assert all(hasattr(sw, name) for name in sw.__all__)
 
@@ -32,7 +36,12 @@ def test_arguments_are_frozen():
 
 def test_queries_are_frozen():
     public = {name for name in dir(sw.Grads) if not name.startswith("_")}
-    assert {"norms", "materialize", "weighted_sum", "clipped_sum", "sum", "dots", "backward", "mark"} <= public
+    of_both = {
+        "materialize", "stream", "norms", "sq_norms", "weighted_sum", "clipped_sum", "normalized_sum", "sum", "dots", "gram",
+        "cosines", "second_moment", "fisher_diagonal", "variance", "noise_scale", "project",
+    }  # fmt: skip
+    assert of_both | {"backward", "mark"} <= public
+    assert of_both | {"of_samples"} <= set(dir(ParameterGrads))
 
 
 def test_the_readmes_code_runs(capsys):
@@ -41,3 +50,12 @@ def test_the_readmes_code_runs(capsys):
         exec(block, scope)
     assert "tensor([" in capsys.readouterr().out
     assert scope["model"][0].weight.grad_sample.shape == (32, 16, 8)
+
+
+def test_the_examples_of_the_queries_are_right():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "queries.md").read_text(), re.S)
+    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, "queries.md", "docs/queries.md", 0)
+    assert len(test.examples) > 40
+    out: list[str] = []
+    assert doctest.DocTestRunner(optionflags=flags).run(test, out=out.append).failed == 0, "".join(out)

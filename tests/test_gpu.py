@@ -3,11 +3,13 @@
 import pytest
 import torch
 from cases import ALL
+from test_queries import QUERIES
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import samplewise as sw
+from samplewise.projections import hash_keys, hashes
 from samplewise.testing import oracle, relative_error, run_capture
 
 pytestmark = [
@@ -29,15 +31,26 @@ def test_case_on_the_gpu(case):
     model, batch = model.cuda(), tree_map_only(Tensor, lambda t: t.cuda(), batch)
     grads = run_capture(model, loss_fn, *batch, **case.options)
     truth = oracle(model, loss_fn, *batch, batch_dim=case.batch_dim)
-    flat = {name: G.reshape(len(G), -1).norm(dim=1).real for name, G in truth.items()}
-    for name, G in truth.items():
-        assert relative_error(grads[name].materialize(), G) < 1e-9, name
-        assert relative_error(grads[name].norms(), flat[name]) < 1e-9, name
-        assert relative_error(grads[name].sum(), G.sum(0)) < 1e-9, name
-    norms = torch.stack(list(flat.values())).norm(dim=0)
-    w = (0.5 / norms).clamp(max=1)
-    for name, clipped in grads.clipped_sum(max_norm=0.5).items():
-        assert relative_error(clipped, torch.tensordot(w.to(truth[name].dtype), truth[name], dims=1)) < 1e-9, name
+    truth = {name: truth[name] for name in grads}
+    w = torch.randn(grads.batch_size, dtype=torch.float64)
+    for query in QUERIES:
+        got, expected = query(grads, truth, w)
+        assert got.keys() == expected.keys()
+        for name in expected:
+            assert relative_error(got[name], expected[name]) < 1e-9, (query.__name__, name)
+
+
+def test_entries_of_projections_are_those_of_the_cpu():
+    keys, elements = hash_keys(3, "weight"), torch.cat([torch.arange(100_000), torch.arange(100) + 2**40])
+    assert torch.equal(hashes(elements, keys, num_words=7).cpu(), hashes(elements.cpu(), keys, num_words=7))
+    for projector in (sw.Rademacher(100), sw.Gaussian(100)):
+        assert torch.equal(projector.entries(elements, keys).cpu(), projector.entries(elements.cpu(), keys))
+    for here, there in zip(
+        sw.SparseJL(100).nonzeros(elements, keys), sw.SparseJL(100).nonzeros(elements.cpu(), keys), strict=True
+    ):
+        assert torch.equal(here.cpu(), there)
+    assert torch.equal(sw.Kronecker(9, 9).side("w", "in", 1000, elements.device).cpu(),
+                       sw.Kronecker(9, 9).side("w", "in", 1000, torch.device("cpu")))  # fmt: skip
 
 
 class Block(nn.Module):

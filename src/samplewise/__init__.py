@@ -9,17 +9,29 @@ asked (`queries`). The first call of its kind is checked against samples run alo
 
 from samplewise.errors import SamplesMixError, SamplewiseError, UnattributedError
 from samplewise.expanded_weights import call_for_per_sample_grads
-from samplewise.queries import Grads, capture
+from samplewise.noise import NoiseScale
+from samplewise.projections import Gaussian, Kronecker, Rademacher, SparseJL
+from samplewise.queries import Grads, capture, per_sample
+from samplewise.running import RunningMoments, RunningNoiseScale, RunningNorms
 from samplewise.verification import Verification, verify
 
 __version__ = "0.1.0"
 __all__ = [
+    "Gaussian",
     "Grads",
+    "Kronecker",
+    "NoiseScale",
+    "Rademacher",
+    "RunningMoments",
+    "RunningNoiseScale",
+    "RunningNorms",
     "SamplesMixError",
     "SamplewiseError",
+    "SparseJL",
     "UnattributedError",
     "Verification",
     "call_for_per_sample_grads",
     "capture",
+    "per_sample",
     "verify",
 ]

@@ -1,6 +1,6 @@
-"""Which parameters are captured, by name or pattern."""
+"""Which parameters are captured, and which are asked about together, by name or pattern."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
@@ -33,3 +33,36 @@ def captured_parameters(
 
 def _patterns(names: Iterable[str]) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
+
+
+Groups = str | Iterable[str] | Mapping[str, str | Iterable[str]]
+"""Patterns, one a group; or {group: its patterns}; or "layer", one group a module."""
+
+
+def grouped(aliases: Mapping[str, str], groups: Groups) -> dict[str, list[str]]:
+    """{group: the first names of its parameters}; every captured parameter is in one group, the first that matches it.
+
+    `aliases` has for every name of a captured parameter its first name.
+
+    >>> grouped({"a.weight": "a.weight", "a.bias": "a.bias", "b.weight": "b.weight"}, "layer")
+    {'a': ['a.weight', 'a.bias'], 'b': ['b.weight']}
+    >>> grouped({"a.weight": "a.weight", "a.bias": "a.bias", "b.weight": "b.weight"}, {"biases": "*.bias", "rest": "*"})
+    {'biases': ['a.bias'], 'rest': ['a.weight', 'b.weight']}
+    """
+    chosen: dict[str, list[str]] = {}
+    if groups == "layer":
+        for first in dict.fromkeys(aliases.values()):
+            chosen.setdefault(first.rpartition(".")[0], []).append(first)
+        return chosen
+    wanted = groups if isinstance(groups, Mapping) else {pattern: pattern for pattern in _patterns(groups)}
+    left = dict.fromkeys(aliases.values())
+    for group, patterns in wanted.items():
+        names = [first for name, first in aliases.items() if any(fnmatchcase(name, p) for p in _patterns(patterns))]
+        chosen[group] = [first for first in left if first in names]
+        if not chosen[group]:
+            why = "an earlier group has all that it matches" if names else "no captured parameter is called so"
+            raise ValueError(f"group {group!r} ({', '.join(_patterns(patterns))}) has no parameters: {why}")
+        left = {first: None for first in left if first not in names}
+    if left:
+        raise ValueError(f"no group has {', '.join(map(repr, left))}; a last group with the pattern '*' takes what is left")
+    return chosen

@@ -1,18 +1,26 @@
 """Questions about the gradients of a batch: joins the uses of each parameter, asks the factors, puts the answers together."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import reduce
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
+from samplewise.answers import Answers, clipping, normalizing
 from samplewise.capture import Capture
+from samplewise.choice import Groups, grouped
 from samplewise.errors import SamplewiseError
-from samplewise.factors.base import Factor
+from samplewise.factors.base import Factor, squares
 from samplewise.factors.total import join
+from samplewise.parameter import ParameterGrads, kept, runs
+from samplewise.projections import Projector, projector_of
+
+LossFn = Callable[..., Tensor]
+"""(model, *batch) → one loss a sample, shape [B]."""
 
 
-class Grads(Capture):
+class Grads(Capture, Answers[dict[str, Tensor]]):
     """The per-sample gradients of one batch, by parameter name.
 
     Entered as a context it records; afterwards (or inside, after backward) it answers. Parameters that took no part in
@@ -28,29 +36,81 @@ class Grads(Capture):
     def __contains__(self, name: object) -> bool:
         return self._aliases.get(name) in self._factors  # type: ignore[call-overload]
 
-    def __getitem__(self, name: str) -> "ParameterGrads":
+    def __getitem__(self, name: str) -> ParameterGrads:
         if name not in self:
             known = "took no part in the loss" if name in self._aliases else "is not a captured parameter"
             raise KeyError(f"{name!r} {known}; there are gradients for {list(self)}")
-        return ParameterGrads(self, self._aliases[name])
+        first = self._aliases[name]
+        return ParameterGrads(first, self.parameters[first], lambda: self._joined(first), self._factor_scale)
 
     def materialize(self) -> dict[str, Tensor]:
         """{name: G} with G[b] the gradient of sample b, shape [B, *shape]."""
         return {name: self[name].materialize() for name in self}
 
-    def norms(self) -> Tensor:
-        """n with n[b] = ‖gradient of sample b over all captured parameters‖, shape [B], in float32 or better."""
-        return self._added([self[name].norms().square() for name in self]).sqrt()
+    @overload
+    def stream(self, *, samples: None = None, keep: bool = False) -> Iterator[tuple[str, Tensor]]: ...
+
+    @overload
+    def stream(self, *, samples: int, keep: bool = False) -> Iterator[tuple[slice, dict[str, Tensor]]]: ...
+
+    def stream(self, *, samples: int | None = None, keep: bool = False) -> Iterator[tuple[Any, Any]]:
+        """(name, G) for one parameter after the other; or, for runs of so many samples, (which samples, {name: their G}).
+
+        What has been handed out is freed: a parameter's factor when the next one is asked for, or all at the end of a
+        stream of samples. A question about it later raises; `keep=True` keeps everything.
+        """
+        if samples is None:
+            for name in list(self):
+                yield name, self[name].materialize()
+                self._release([] if keep else [name])
+            return
+        for run in runs(self.batch_size or 0, samples):
+            yield run, {name: self[name]._scaled(self._joined(name).select(run).materialize()) for name in self}
+        self._release([] if keep else list(self))
+
+    @overload
+    def sq_norms(self, *, groups: None = None) -> Tensor: ...
+
+    @overload
+    def sq_norms(self, *, groups: Groups) -> dict[str, Tensor]: ...
+
+    def sq_norms(self, *, groups: Groups | None = None) -> Tensor | dict[str, Tensor]:
+        """n with n[b] = sum |G[b]|² over all captured parameters, shape [B]; {group: n} with `groups`, as in `norms`."""
+        if groups is None:
+            return self._added([self[name].sq_norms() for name in self])
+        of = {name: self[name].sq_norms() for name in self}
+        none = torch.zeros_like(self._added(list(of.values())))
+        return {
+            group: self._added([of[name] for name in names if name in of] or [none])
+            for group, names in grouped(self._aliases, groups).items()
+        }
+
+    @overload
+    def norms(self, *, groups: None = None) -> Tensor: ...
+
+    @overload
+    def norms(self, *, groups: Groups) -> dict[str, Tensor]: ...
+
+    def norms(self, *, groups: Groups | None = None) -> Tensor | dict[str, Tensor]:
+        """n with n[b] = ‖gradient of sample b over all captured parameters‖, shape [B], in float32 or better.
+
+        `groups`: {group: n} with n over each group's parameters alone. Groups are patterns, one a group; or {group: its
+        patterns}; or "layer", one group a module. Every captured parameter is in the first group that matches it.
+        """
+        if groups is None:
+            return self.sq_norms().sqrt()
+        return {group: n.sqrt() for group, n in self.sq_norms(groups=groups).items()}
 
     def weighted_sum(self, w: Tensor) -> dict[str, Tensor]:
         """{name: sum_b w[b] G[b]}, each like its parameter; a sample with w[b] = 0 is left out, even if it is NaN."""
-        keep, w = self._kept(w)
+        keep, w = kept(w, self.batch_size)
         return {name: self[name]._weighted_sum(keep, w) for name in self}
 
-    def clipped_sum(self, *, max_norm: float) -> dict[str, Tensor]:
+    def clipped_sum(self, *, max_norm: float | Mapping[str, float], groups: Groups | None = None) -> dict[str, Tensor]:
         """{name: sum_b min(1, max_norm / ‖G[b]‖) G[b]}, each like its parameter.
 
-        The norm is taken over all captured parameters. A sample whose norm is inf or NaN is left out.
+        The norm is taken over all captured parameters, or over each of the `groups`, as in `norms`; `max_norm` may then be
+        {group: bound}. A sample whose norm, in any group, is inf or NaN is left out.
 
         >>> model = nn.Linear(2, 1, bias=False)
         >>> with capture(model) as grads:
@@ -58,27 +118,97 @@ class Grads(Capture):
         >>> grads.clipped_sum(max_norm=1.0)["weight"]
         tensor([[0.6000, 1.3000]])
         """
-        if not max_norm > 0:
-            raise ValueError(f"max_norm must be positive, got {max_norm}")
-        norms = self.norms()
-        coefficients = torch.where(norms > max_norm, max_norm / norms, 1.0)
-        return self.weighted_sum(torch.where(norms.isfinite(), coefficients, 0.0))
+        if groups is None:
+            if isinstance(max_norm, Mapping):
+                raise ValueError("max_norm for each group needs the groups: clipped_sum(max_norm={...}, groups={...})")
+            return super().clipped_sum(max_norm=max_norm)
+        norms = self.norms(groups=groups)
+        bounds = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(norms, max_norm)
+        if bounds.keys() != norms.keys():
+            raise ValueError(f"max_norm has {sorted(bounds)}, the groups are {sorted(norms)}")
+        return self._weighted_by_group(groups, {group: clipping(n, bounds[group]) for group, n in norms.items()})
 
-    def dots(self, direction: Mapping[str, Tensor]) -> Tensor:
+    def normalized_sum(self, *, eps: float = 0.01, groups: Groups | None = None) -> dict[str, Tensor]:
+        """{name: sum_b G[b] / (‖G[b]‖ + eps)}, each like its parameter: AUTO-S (Bu et al., 2023).
+
+        The norm is taken as in `clipped_sum`, and the same samples are left out.
+        """
+        if groups is None:
+            return super().normalized_sum(eps=eps)
+        weights = {group: normalizing(n, eps) for group, n in self.norms(groups=groups).items()}
+        return self._weighted_by_group(groups, weights)
+
+    def dots(self, direction: "Mapping[str, Tensor] | Grads") -> Tensor:
         """d with d[b] = <direction, gradient of sample b>, shape [B], in float32 or better.
 
         `direction` gives a tensor like the parameter for some or all captured parameters: a validation gradient, a
-        momentum, the sum of another capture.
+        momentum, the sum of another capture. With another capture itself: [B, C], as `gram`.
         """
+        if isinstance(direction, Grads):
+            return self.gram(direction)
         unknown = [name for name in direction if name not in self._aliases]
         if unknown:
             raise KeyError(f"the direction names {unknown}, which are not captured parameters")
-        parts = [self[name].dots(direction[name]) for name in direction if name in self]
-        return self._added(parts)
+        return self._added([self[name].dots(direction[name]) for name in direction if name in self])
+
+    def gram(self, other: "Grads | None" = None) -> Tensor:
+        """K with K[b, c] = <gradient of sample b, gradient of sample c of the other capture, or of this>, shape [B, C].
+
+        In float32 or better. Both captures are of the same parameters, by name.
+        """
+        other = self if other is None else other
+        if other.parameters.keys() != self.parameters.keys():
+            differing = sorted(other.parameters.keys() ^ self.parameters.keys())
+            raise ValueError(f"{differing} are captured by one of the two only; give both the same params= and exclude=")
+        if not len(other):
+            other._added([])
+        parts = [self[name].gram(other[name]) for name in self if name in other]
+        return self._added(parts or [torch.outer(self.norms(), other.norms()).zero_()])
 
     def sum(self) -> dict[str, Tensor]:
         """{name: sum_b G[b]}, each like its parameter: what `.grad` would be."""
         return {name: self[name].sum() for name in self}
+
+    def second_moment(self) -> dict[str, Tensor]:
+        """{name: sum_b |G[b]|² element by element}, each shaped like its parameter, real, in float32 or better."""
+        return {name: self[name].second_moment() for name in self}
+
+    def fisher_diagonal(self) -> dict[str, Tensor]:
+        """{name: (1/B) sum_b |G[b]|² element by element}: the diagonal of the empirical Fisher matrix."""
+        return {name: self[name].fisher_diagonal() for name in self}
+
+    def variance(self) -> dict[str, Tensor]:
+        """{name: 1/(B-1) sum_b |G[b] - mean|² element by element}, real, in float32 or better."""
+        return {name: self[name].variance() for name in self}
+
+    def project(self, projector: Projector | None = None, *, dim: int | None = None, seed: int = 0) -> Tensor:
+        """p with p[b] the projection of the gradient of sample b, shape [B, K], in float32 or better.
+
+        `projector` is one of `Gaussian`, `Rademacher`, `SparseJL` (parameters are added up) or `Kronecker` (they stand side
+        by side); `dim=` stands for Rademacher(dim, seed). Inner products are kept in expectation.
+        """
+        projector = projector_of(projector, dim, seed)
+        if not projector.side_by_side:
+            return self._added([self[name].project(projector) for name in self])
+        parts = {name: self[name].project(projector) for name in self}
+        like = self._added([part.sum(1) for part in parts.values()])
+        of = {
+            n: parts[n] if n in parts else like.new_zeros(len(like), projector.width(p)) for n, p in self.parameters.items()
+        }
+        return torch.cat([part.to(like) for part in of.values()], 1)
+
+    def dots_with_sum(self, samples: Tensor | None = None) -> Tensor:
+        """d with d[b] = <gradient of sample b, sum of these samples, or all>, shape [B], in float32 or better."""
+        return self._added([self[name].dots_with_sum(samples) for name in self])
+
+    def _weighted_by_group(self, groups: Groups, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A sample that is without a weight in one group is left out of all."""
+        left_out = reduce(torch.logical_or, (w == 0 for w in weights.values()))
+        w_of = {name: weights[group] for group, names in grouped(self._aliases, groups).items() for name in names}
+        return {name: self[name].weighted_sum(torch.where(left_out, 0.0, w_of[name])) for name in self}
+
+    def _norm_of(self, direction: Mapping[str, Tensor]) -> Tensor:
+        return self._added([squares(d).sum() for d in direction.values()]).sqrt()
 
     def _added(self, parts: list[Tensor]) -> Tensor:
         """The sum of one answer [B] a parameter."""
@@ -89,17 +219,15 @@ class Grads(Capture):
         dtype = reduce(torch.promote_types, (part.dtype for part in parts), torch.float32)
         return torch.stack([part.to(parts[0].device, dtype) for part in parts]).sum(0)
 
-    def _kept(self, w: Tensor) -> tuple[Tensor | None, Tensor]:
-        """The samples with a weight, and their weights; None for all of them."""
-        if w.shape != (self.batch_size,):
-            raise ValueError(f"one weight a sample: expected shape ({self.batch_size},), got {tuple(w.shape)}")
-        w = w.to(torch.promote_types(w.dtype, torch.float32)) * self._factor_scale
-        keep = w.nonzero().squeeze(1)
-        return (None, w) if len(keep) == len(w) else (keep, w[keep])
-
     @property
     def _factor_scale(self) -> float:
         return 1.0 if self._scale is None else self._scale
+
+    def _release(self, names: list[str]) -> None:
+        """Frees what these parameters keep."""
+        for name in names:
+            self._factors[name] = []
+        self._versions = [held for held in self._versions if held[0] not in names]
 
     def _joined(self, name: str) -> Factor:
         for owner, tensor, version in self._versions:
@@ -109,64 +237,15 @@ class Grads(Capture):
                     "its per-sample gradients are gone. Ask before changing it, or give the model a copy."
                 )
         factors = self._factors[name]
+        if not factors:
+            raise SamplewiseError(
+                f"the gradients of {name!r} were freed when a stream had handed them out. Ask before, or keep them: "
+                "grads.stream(keep=True)."
+            )
         if len(factors) > 1:
             factors[:] = [join(factors)]
             self._versions += [(name, t, t._version) for t in factors[0].tensors()]
         return factors[0]
-
-
-class ParameterGrads:
-    """The per-sample gradients of one parameter."""
-
-    def __init__(self, grads: Grads, name: str):
-        self._grads, self.name = grads, name
-        self._parameter = grads.parameters[name]
-
-    def __repr__(self) -> str:
-        factor = self._grads._joined(self.name)
-        shape = "x".join(map(str, self._parameter.shape))
-        return f"<gradients of {self.name!r} ({shape}) for {factor.num_samples} samples as {type(factor).__name__}>"
-
-    def materialize(self) -> Tensor:
-        """G with G[b] the gradient of sample b, shape [B, *shape], in the parameter's dtype."""
-        G, scale = self._grads._joined(self.name).materialize(), self._grads._factor_scale
-        return (G * scale if scale != 1 else G).to(self._parameter.dtype)
-
-    def of_samples(self, samples: Tensor | Sequence[int]) -> Tensor:
-        """G of these samples alone, shape [len(samples), *shape], in the parameter's dtype."""
-        factor = self._grads._joined(self.name)
-        G = factor.select(torch.as_tensor(samples, device=factor.tensors()[0].device)).materialize()
-        return (G * self._grads._factor_scale).to(self._parameter.dtype)
-
-    def norms(self) -> Tensor:
-        """n with n[b] = ‖G[b]‖, shape [B], in float32 or better."""
-        return self._grads._joined(self.name).sq_norms().sqrt() * self._grads._factor_scale
-
-    def dots(self, direction: Tensor) -> Tensor:
-        """d with d[b] = <direction, G[b]>, shape [B], in float32 or better."""
-        if direction.shape != self._parameter.shape:
-            raise ValueError(f"{self.name!r} is {tuple(self._parameter.shape)}, its direction {tuple(direction.shape)}")
-        return self._grads._joined(self.name).dots(direction) * self._grads._factor_scale
-
-    def weighted_sum(self, w: Tensor) -> Tensor:
-        """sum_b w[b] G[b], like the parameter; a sample with w[b] = 0 is left out."""
-        return self._weighted_sum(*self._grads._kept(w))
-
-    def sum(self) -> Tensor:
-        """sum_b G[b], like the parameter: what `.grad` would be."""
-        factor = self._grads._joined(self.name)
-        device = factor.tensors()[0].device
-        w = torch.full((factor.num_samples,), self._grads._factor_scale, dtype=torch.float64, device=device)
-        return self._weighted_sum(None, w)
-
-    def _weighted_sum(self, keep: Tensor | None, w: Tensor) -> Tensor:
-        factor = self._grads._joined(self.name)
-        if keep is not None:
-            device = factor.tensors()[0].device
-            factor, w = factor.select(keep.to(device)), w.to(device)
-        if factor.num_samples == 0:
-            return torch.zeros_like(self._parameter)
-        return factor.weighted_sum(w).to(self._parameter.dtype)
 
 
 def capture(
@@ -209,3 +288,22 @@ def capture(
         exclude=exclude,
         verify=verify,
     )
+
+
+def per_sample(model: nn.Module, loss_fn: LossFn, **options: Any) -> Callable[..., Grads]:
+    """A function of a batch that runs forward and backward once and returns the per-sample gradients.
+
+    `loss_fn(model, *batch)` calls the model and returns one loss a sample, shape [B]; `options` are those of `capture`.
+
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> grads_of = per_sample(model, lambda model, x, y: (model(x).squeeze(1) - y).square())
+    >>> grads_of(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), torch.tensor([0.0, 1.0])).norms()[1]
+    tensor(0.)
+    """
+
+    def grads_of(*batch: Any, **named: Any) -> Grads:
+        with capture(model, **options) as grads:
+            grads.backward(loss_fn(model, *batch, **named))
+        return grads
+
+    return grads_of

@@ -1,7 +1,6 @@
 """The oracle: the gradient of each sample from a backward of its own, in float64; slow, obvious and true."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from samplewise.queries import Grads, capture
-
-LossFn = Callable[..., Tensor]
-"""(model, *batch) → one loss a sample, shape [B]."""
+from samplewise.queries import Grads, LossFn, per_sample
 
 
 def oracle(model: nn.Module, loss_fn: LossFn, *batch: Any, batch_dim: int = 0) -> dict[str, Tensor]:
@@ -103,9 +99,7 @@ def assert_matches_oracle(
 
 def run_capture(model: nn.Module, loss_fn: LossFn, *batch: Any, **options: Any) -> Grads:
     """The gradients captured while `loss_fn(model, *batch)` and its backward ran once."""
-    with capture(model, **options) as grads:
-        grads.backward(loss_fn(model, *batch))
-    return grads
+    return per_sample(model, loss_fn, **options)(*batch)
 
 
 def relative_error(got: Tensor, truth: Tensor) -> float:

@@ -15,6 +15,11 @@ def wide(t: Tensor) -> Tensor:
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
 
 
+def fitting(elements: int) -> int:
+    """How many things of so many elements each are built at once, at least one."""
+    return max(1, CHUNK_ELEMENTS // max(1, elements))
+
+
 def flat(t: Tensor) -> Tensor:
     """`t` as [B, everything else]."""
     return t.flatten(1) if t.ndim > 1 else t.unsqueeze(1)
@@ -113,6 +118,86 @@ class Factor(ABC):
         from samplewise.factors.dense import Dense
 
         return Dense(arrange(self.materialize(), sizes, order, shape))
+
+    # --- pairs of samples, squares, projections ----------------------------------------------------------------------
+
+    def is_complex(self) -> bool:
+        """Whether the gradients are complex numbers."""
+        return self.tensors()[-1].is_complex()
+
+    def materialize_wide(self) -> Tensor:
+        """G in float32 or better, without a product that was rounded to half precision in between."""
+        return wide(self.materialize())
+
+    def occupied(self) -> Tensor | None:
+        """The rows of the weight, in order, outside of which every G[b] is zero; None if they may be any."""
+        return None
+
+    def band(self, rows: Tensor) -> "Factor | None":
+        """The factor of G[:, rows] for sorted rows of the weight; None where it could only be cut out of the whole."""
+        return None
+
+    def pairs(self, other: "Factor") -> Tensor | None:
+        """`gram` by a route that builds no gradient; None where there is none, or building is cheaper."""
+        return None
+
+    def terms(self) -> Tensor:
+        """t with t[b] the square of the sizes that `pairs` adds up to G[b], shape [B]: above |G[b]|² where they cancel."""
+        return self.sq_norms()
+
+    def gram(self, other: "Factor") -> Tensor:
+        """K with K[b, c] = Re sum conj(G[b]) * H[c] for another factor H of any samples, shape [B, C], in float32 or better."""
+        from samplewise.factors.pairs import gram
+
+        return gram(self, other)
+
+    def square_sum(self, center: Tensor | None = None) -> Tensor:
+        """sum_b |G[b] - center|² element by element, shape [*shape], real, in float32 or better; center 0 if None."""
+        total = None
+        for _, part in self.chunks():
+            G = part.materialize_wide()
+            term = squares(G if center is None else G - center.to(G.dtype)).sum(0)
+            total = term if total is None else total + term
+        assert total is not None
+        return total
+
+    def two_sided(self, left_OK: Tensor | None, right_IK: Tensor | None) -> Tensor:
+        """leftᵀ G[b] right with G[b] viewed as [O, I], shape [B, K, K]; None stands for the identity.
+
+        O is the first dimension of the weight, I all others, and the two parts of a complex number one more.
+        """
+        parts = []
+        for _, part in self.chunks():
+            G = as_real(part.materialize_wide())
+            G = (G if self.shape else G.unsqueeze(1)).unsqueeze(-1).flatten(2)
+            G = G if right_IK is None else G @ right_IK.to(G.dtype)
+            parts.append(G if left_OK is None else left_OK.to(G.dtype).mT @ G)
+        return torch.cat(parts)
+
+    def pieces(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """(samples, elements, G[samples][:, elements]) that add up to G, each small: elements [N] of the flat gradient.
+
+        The two parts of a complex number are two elements. An element that no piece has is zero.
+        """
+        device = self.tensors()[0].device
+        if self.shape and self.band(torch.arange(0, device=device)) is not None:
+            width = torch.Size(self.shape[1:]).numel() * (2 if self.is_complex() else 1)
+            rows, columns = self.occupied(), torch.arange(width, device=device)
+            rows = torch.arange(self.shape[0], device=device) if rows is None else rows
+            for block in rows.split(fitting(self.num_samples * width)):
+                band = self.band(block)
+                assert band is not None
+                elements = (block.unsqueeze(1) * width + columns).flatten()
+                yield slice(0, self.num_samples), elements, flat(as_real(band.materialize_wide()))
+            return
+        for samples, part in self.chunks():
+            G = flat(as_real(part.materialize_wide()))
+            yield samples, torch.arange(G.shape[1], device=device), G
+
+
+def as_real(t: Tensor) -> Tensor:
+    """`t` with the two parts of a complex number as one more dimension."""
+    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
 
 
 def arrange(G: Tensor, sizes: tuple[int, ...], order: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:

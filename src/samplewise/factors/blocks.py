@@ -35,3 +35,18 @@ class Blocks(Factor):
             inner = tuple(d - 1 for d in order[1:])
             return Blocks([block.arranged(sizes[1:], inner, shape[1:]) for block in self.blocks])
         return super().arranged(sizes, order, shape)
+
+    def materialize_wide(self) -> Tensor:
+        return torch.stack([block.materialize_wide() for block in self.blocks], 1)
+
+    def dots(self, direction: Tensor) -> Tensor:
+        return reduce(torch.add, (block.dots(part) for block, part in zip(self.blocks, direction, strict=True)))
+
+    def pairs(self, other: Factor) -> Tensor | None:
+        if not isinstance(other, Blocks):
+            return None
+        return reduce(torch.add, (G.gram(H) for G, H in zip(self.blocks, other.blocks, strict=True)))
+
+    def square_sum(self, center: Tensor | None = None) -> Tensor:
+        centers = [None] * len(self.blocks) if center is None else list(center)
+        return torch.stack([block.square_sum(c) for block, c in zip(self.blocks, centers, strict=True)])

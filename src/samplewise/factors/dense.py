@@ -37,3 +37,6 @@ class Dense(Factor):
 
     def joined(self, other: Factor) -> "Dense | None":
         return Dense(wide(self.G) + wide(other.G)) if isinstance(other, Dense) else None
+
+    def band(self, rows: Tensor) -> "Dense | None":
+        return Dense(self.G[:, rows]) if self.shape else None

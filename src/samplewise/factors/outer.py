@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from samplewise.factors.base import Factor, arrange, mended, squares, wide
+from samplewise.factors.base import Factor, arrange, fitting, mended, squares, wide
 
 
 class Outer(Factor):
@@ -89,6 +89,80 @@ class Outer(Factor):
         if trivial and sizes == self.sizes:  # the views compose into one
             return Outer(self.a, self.g, sizes=sizes, order=order, shape=shape)
         return super().arranged(sizes, order, shape)
+
+    def materialize_wide(self) -> Tensor:
+        return arrange(self._product(wide(self.a), wide(self.g)), self.sizes, self.order, self.shape)
+
+    def band(self, rows: Tensor) -> "Outer | None":
+        O = self.g.shape[-1]
+        if self._is_plain():
+            sizes = (len(rows), *self.sizes[1:])
+            return Outer(self.a, self.g[..., rows], sizes=sizes, order=self.order, shape=sizes)
+        if self._is_turned():
+            return Outer(self.a[..., rows], self.g, sizes=(O, len(rows)), order=(1, 0), shape=(len(rows), O))
+        return None
+
+    def pairs(self, other: Factor) -> Tensor | None:
+        """Re sum_{t,s} <a_t, a'_s> conj<g_t, g'_s>, by FLOPs against building both."""
+        if not isinstance(other, Outer) or (other.sizes, other.order) != (self.sizes, self.order):
+            return None
+        if other.a.shape[2:] != self.a.shape[2:]:
+            return None
+        (B, T, G, I), O, (C, S) = self.a.shape, self.g.shape[-1], other.a.shape[:2]
+        if B * T * C * S * (I + O) > (B * T + C * S + B * C) * I * O:
+            return None
+        dtype = torch.promote_types(wide(self.g[:0]).dtype, wide(other.g[:0]).dtype)
+        a, g, a2, g2 = (t.to(dtype).permute(2, 0, 1, 3) for t in (self.a, self.g, other.a, other.g))  # [G, B, T, ·]
+        step_C = fitting(G * T * S)
+        step_B = fitting(G * T * S * min(step_C, C))
+        out = self.g.new_zeros(B, C, dtype=dtype.to_real())
+        for c in range(0, C, step_C):
+            right, right_g = (t[:, c : c + step_C].flatten(1, 2).mH for t in (a2, g2))
+            for b in range(0, B, step_B):
+                left, left_g = (t[:, b : b + step_B].flatten(1, 2) for t in (a, g))
+                product = (left @ right) * (left_g @ right_g).conj()
+                product = product.real if product.is_complex() else product
+                of_pairs = product.reshape(G, -1, T, right.shape[-1] // max(1, S), S).sum((0, 2, 4)) if S and T else 0
+                out[b : b + step_B, c : c + step_C] = of_pairs
+        return out
+
+    def terms(self) -> Tensor:
+        return (squares(self.a).sum(-1) * squares(self.g).sum(-1)).sqrt().sum(1).square().sum(1)
+
+    def square_sum(self, center: Tensor | None = None) -> Tensor:
+        """One position: sum_b |g|² ⊗ |a|², no gradient built."""
+        if self.a.shape[1] != 1:
+            return super().square_sum(center)
+        if center is None:
+            return self._arranged(torch.einsum("bgo,bgi->goi", squares(self.g[:, 0]), squares(self.a[:, 0])))
+        # sum |G|² - 2 Re conj(center) sum G + B |center|² cancels where samples are alike: in float64
+        dtype = torch.complex128 if self.g.is_complex() else torch.float64
+        exact, center = self._with(self.a.to(dtype), self.g.to(dtype)), center.to(dtype)
+        total = exact.weighted_sum(torch.ones(self.num_samples, dtype=torch.float64, device=self.g.device))
+        cross = (center.conj() * (2 * total - self.num_samples * center)).real
+        return (exact.square_sum() - cross).clamp(min=0).to(wide(self.g[:0]).real.dtype)
+
+    def two_sided(self, left_OK: Tensor | None, right_IK: Tensor | None) -> Tensor:
+        """(g left)ᵀ (a right): both sides are projected before they meet."""
+        if self.a.is_complex() or not (self._is_plain() or self._is_turned()):
+            return super().two_sided(left_OK, right_IK)
+        a, g = wide(self.a[:, :, 0]), wide(self.g[:, :, 0])
+        rows, columns = (g, a) if self._is_plain() else (a, g)
+        rows = rows if left_OK is None else rows @ left_OK.to(a.dtype)
+        columns = columns if right_IK is None else columns @ right_IK.to(a.dtype)
+        return rows.mT @ columns
+
+    def _is_plain(self) -> bool:
+        """Whether the weight viewed as [first dimension, others] is the product itself."""
+        in_order = self.order == tuple(range(len(self.order))) and self.shape == self.sizes
+        return in_order and self.a.shape[2] == 1 and self.shape[:1] == self.g.shape[-1:]
+
+    def _is_turned(self) -> bool:
+        """Whether the weight is the product transposed."""
+        return self.order == (1, 0) and self.a.shape[2] == 1 and self.shape == (self.a.shape[-1], self.g.shape[-1])
+
+    def _arranged(self, product_GOI: Tensor) -> Tensor:
+        return arrange(product_GOI.unsqueeze(0), self.sizes, self.order, self.shape)[0]
 
     def _with(self, a: Tensor, g: Tensor) -> "Outer":
         return Outer(a, g, sizes=self.sizes, order=self.order, shape=self.shape)

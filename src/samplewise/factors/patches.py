@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samplewise.factors.base import Factor, wide
+from samplewise.factors.base import Factor, flat, wide
 from samplewise.factors.outer import Outer
 
 
@@ -72,6 +72,31 @@ class Patches(Factor):
             [False, True, False],
         )
         return gradient
+
+    def materialize_wide(self) -> Tensor:
+        return torch.cat([part.outer().materialize_wide() for _, part in self.chunks() if isinstance(part, Patches)])
+
+    def dots(self, direction: Tensor) -> Tensor:
+        """<g, x convolved with the direction>: no gradient and no patch built."""
+        if self.x.is_complex():
+            return super().dots(direction)
+        geometry, x, g = self.geometry, wide(self._padded()), wide(self.g)
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[len(geometry.kernel) - 1]
+        y = convolve(
+            x.flatten(0, 1),
+            direction.to(x.dtype),
+            stride=geometry.stride,
+            dilation=geometry.dilation,
+            groups=geometry.groups,
+        )
+        return flat(y.view(g.shape) * g).sum(1)
+
+    def band(self, rows: Tensor) -> "Patches | None":
+        return Patches(self.x, self.g[:, :, rows], self.geometry) if self.geometry.groups == 1 else None
+
+    def two_sided(self, left_OK: Tensor | None, right_IK: Tensor | None) -> Tensor:
+        parts = [part.outer().two_sided(left_OK, right_IK) for _, part in self.chunks() if isinstance(part, Patches)]
+        return torch.cat(parts)
 
     def outer(self) -> Outer:
         """The same factor with its patches built: a[b, t, group, channel·kernel]."""

@@ -35,6 +35,9 @@ class Pullback(Factor):
     def elements_per_sample(self) -> int:
         return max(super().elements_per_sample(), self.derived.elements_per_sample())
 
+    def is_complex(self) -> bool:
+        return self.parameter.is_complex()
+
     def weighted_sum(self, w_B: Tensor) -> Tensor:
         """Jᵀ is linear, so the weighted sum is taken first and pulled back once."""
         return self._vjp(self.derived.weighted_sum(w_B).to(self.dtype), batched=False)

@@ -32,14 +32,9 @@ class Rows(Factor):
         return self.ids, self.g
 
     def sq_norms(self) -> Tensor:
-        B = self.num_samples
-        sample = torch.arange(B, device=self.ids.device).unsqueeze(1)
-        # a row of a sample is one segment, however often the sample looks it up
-        segments, segment_of = torch.unique((self.ids + sample * self.shape[0]).flatten(), return_inverse=True)
-        sums = self.g.new_zeros(len(segments), self.shape[1], dtype=wide(self.g[:0]).dtype)
-        sums.index_add_(0, segment_of, wide(self.g).flatten(0, 1))
+        samples, _, sums = self._segments()
         norms = squares(sums).sum(1)
-        return norms.new_zeros(B).index_add_(0, segments // max(1, self.shape[0]), norms)
+        return norms.new_zeros(self.num_samples).index_add_(0, samples, norms)
 
     def weighted_sum(self, w_B: Tensor) -> Tensor:
         g = wide(self.g)
@@ -68,3 +63,41 @@ class Rows(Factor):
         if not isinstance(other, Rows) or other.g.dtype != self.g.dtype:
             return None
         return Rows(torch.cat([self.ids, other.ids], 1), torch.cat([self.g, other.g], 1), num_rows=self.shape[0])
+
+    def dots(self, direction: Tensor) -> Tensor:
+        """sum_t <direction[ids_t], g_t>: only the rows that were looked up are read."""
+        product = wide(direction)[self.ids].conj() * wide(self.g)
+        return (product.real if product.is_complex() else product).sum((1, 2))
+
+    def occupied(self) -> Tensor:
+        return self.ids.unique()
+
+    def band(self, rows: Tensor) -> "Rows":
+        if len(rows) == 0:
+            return Rows(self.ids[:, :0], self.g[:, :0], num_rows=0)
+        at = torch.searchsorted(rows, self.ids.contiguous()).clamp(max=len(rows) - 1)
+        inside = (rows[at] == self.ids).unsqueeze(2)
+        return Rows(at, torch.where(inside, self.g, 0), num_rows=len(rows))
+
+    def square_sum(self, center: Tensor | None = None) -> Tensor:
+        """Rows that a sample did not look up are |0 - center|², counted and not built."""
+        _, rows, sums = self._segments()
+        center = sums.new_zeros(self.shape) if center is None else center.to(sums.dtype)
+        total = squares(center) * (self.num_samples - rows.bincount(minlength=self.shape[0])).unsqueeze(1)
+        return total.index_add_(0, rows, squares(sums - center[rows]))
+
+    def two_sided(self, left_OK: Tensor | None, right_IK: Tensor | None) -> Tensor:
+        """sum_t left[ids_t] ⊗ rightᵀ g_t."""
+        if left_OK is None or self.g.is_complex():
+            return super().two_sided(left_OK, right_IK)
+        g = wide(self.g)
+        g = g if right_IK is None else g @ right_IK.to(g.dtype)
+        return left_OK.to(g.dtype)[self.ids].mT @ g
+
+    def _segments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The sample, the row and the gradient of each segment: a row of a sample, however often the sample looks it up."""
+        sample, V = torch.arange(self.num_samples, device=self.ids.device).unsqueeze(1), max(1, self.shape[0])
+        segments, segment_of = torch.unique((self.ids + sample * V).flatten(), return_inverse=True)
+        sums = self.g.new_zeros(len(segments), self.shape[1], dtype=wide(self.g[:0]).dtype)
+        sums.index_add_(0, segment_of, wide(self.g).flatten(0, 1))
+        return segments // V, segments % V, sums

@@ -1,5 +1,6 @@
 """Several uses of one parameter, joined: norms do not add over uses, so the uses are summed before any question."""
 
+from collections.abc import Iterator
 from functools import reduce
 
 import torch
@@ -37,6 +38,29 @@ class Total(Factor):
 
     def weighted_sum(self, w_B: Tensor) -> Tensor:
         return reduce(torch.add, (part.weighted_sum(w_B) for part in self.parts))
+
+    def materialize_wide(self) -> Tensor:
+        return reduce(torch.add, (part.materialize_wide() for part in self.parts))
+
+    def dots(self, direction: Tensor) -> Tensor:
+        return reduce(torch.add, (part.dots(direction) for part in self.parts))
+
+    def band(self, rows: Tensor) -> "Total | None":
+        bands = [part.band(rows) for part in self.parts]
+        return Total([band for band in bands if band is not None]) if None not in bands else None
+
+    def pairs(self, other: Factor) -> Tensor:
+        """sum_i <G_i, H>: each part meets the other factor in its own cheapest way."""
+        return reduce(torch.add, (part.gram(other) for part in self.parts))
+
+    def terms(self) -> Tensor:
+        return reduce(torch.add, (part.sq_norms() for part in self.parts))
+
+    def two_sided(self, left_OK: Tensor | None, right_IK: Tensor | None) -> Tensor:
+        return reduce(torch.add, (part.two_sided(left_OK, right_IK) for part in self.parts))
+
+    def pieces(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        return (piece for part in self.parts for piece in part.pieces())
 
 
 def join(factors: list[Factor]) -> Factor:

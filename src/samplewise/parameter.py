@@ -1,0 +1,135 @@
+"""Questions about the gradients of one parameter: asks its factor, and puts the scale of the loss right."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from samplewise.answers import Answers
+from samplewise.factors.base import Factor, squares
+from samplewise.projections import Projector, projector_of
+
+
+class ParameterGrads(Answers[Tensor]):
+    """The per-sample gradients G[b] of one parameter."""
+
+    def __init__(self, name: str, parameter: Tensor, factor: Callable[[], Factor], scale: float):
+        """`factor()` is that of all uses of the parameter, joined; G[b] is `scale` times what it holds."""
+        self.name, self._parameter, self._factor, self._scale = name, parameter, factor, scale
+
+    def __repr__(self) -> str:
+        factor = self._factor()
+        shape = "x".join(map(str, self._parameter.shape))
+        return f"<gradients of {self.name!r} ({shape}) for {factor.num_samples} samples as {type(factor).__name__}>"
+
+    def materialize(self) -> Tensor:
+        """G with G[b] the gradient of sample b, shape [B, *shape], in the parameter's dtype."""
+        return self._scaled(self._factor().materialize())
+
+    def of_samples(self, samples: Tensor | Sequence[int]) -> Tensor:
+        """G of these samples alone, shape [len(samples), *shape], in the parameter's dtype."""
+        return self._scaled(self._of(torch.as_tensor(samples)).materialize())
+
+    def stream(self, *, samples: int) -> Iterator[tuple[slice, Tensor]]:
+        """(which samples, their G) for runs of so many samples, in order."""
+        for run in runs(self._factor().num_samples, samples):
+            yield run, self._scaled(self._factor().select(run).materialize())
+
+    def sq_norms(self) -> Tensor:
+        """n with n[b] = sum |G[b]|², shape [B], in float32 or better."""
+        return self._factor().sq_norms() * self._scale**2
+
+    def dots(self, direction: "Tensor | ParameterGrads") -> Tensor:
+        """d with d[b] = <direction, G[b]>, shape [B], in float32 or better; with other samples [B, C], as `gram`."""
+        if isinstance(direction, ParameterGrads):
+            return self.gram(direction)
+        self._check_shape(direction.shape, "direction")
+        return self._factor().dots(direction) * self._scale
+
+    def gram(self, other: "ParameterGrads | None" = None) -> Tensor:
+        """K with K[b, c] = <G[b], H[c]>, H the samples of another capture or these, in float32 or better."""
+        other = self if other is None else other
+        self._check_shape(other._parameter.shape, f"other {other.name!r}")
+        return self._factor().gram(other._factor()) * (self._scale * other._scale)
+
+    def weighted_sum(self, w: Tensor) -> Tensor:
+        """sum_b w[b] G[b], like the parameter; a sample with w[b] = 0 is left out."""
+        return self._weighted_sum(*kept(w, self._factor().num_samples))
+
+    def sum(self) -> Tensor:
+        """sum_b G[b], like the parameter: what `.grad` would be."""
+        return (self._wide_sum() * self._scale).to(self._parameter.dtype)
+
+    def second_moment(self) -> Tensor:
+        """sum_b |G[b]|² element by element, shaped like the parameter, real, in float32 or better."""
+        return self._factor().square_sum() * self._scale**2
+
+    def fisher_diagonal(self) -> Tensor:
+        """(1/B) sum_b |G[b]|² element by element: the diagonal of the empirical Fisher matrix."""
+        return self.second_moment() / self._at_least(1, "a mean")
+
+    def variance(self) -> Tensor:
+        """1/(B-1) sum_b |G[b] - mean|² element by element, shaped like the parameter, real, in float32 or better."""
+        B = self._at_least(2, "a variance")
+        return self.deviations()[1] / (B - 1)
+
+    def project(self, projector: Projector | None = None, *, dim: int | None = None, seed: int = 0) -> Tensor:
+        """p with p[b] the projection of G[b], shape [B, K], in float32 or better; `dim=` stands for Rademacher(dim, seed)."""
+        return projector_of(projector, dim, seed).project(self.name, self._factor()) * self._scale
+
+    def deviations(self, samples: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(mean, sum_b |G[b] - mean|²) over these samples, or all: what running estimates add up."""
+        factor = self._of(samples)
+        mean = self._wide_sum(samples) / max(1, factor.num_samples)
+        return mean * self._scale, factor.square_sum(mean) * self._scale**2
+
+    def dots_with_sum(self, samples: Tensor | None = None) -> Tensor:
+        """d with d[b] = <G[b], sum of these samples, or all>, shape [B], in float32 or better."""
+        return self._factor().dots(self._wide_sum(samples)) * self._scale**2
+
+    def _wide_sum(self, samples: Tensor | None = None) -> Tensor:
+        factor = self._of(samples)
+        ones = torch.ones(factor.num_samples, dtype=torch.float64, device=factor.tensors()[0].device)
+        return factor.weighted_sum(ones)
+
+    def _weighted_sum(self, keep: Tensor | None, w: Tensor) -> Tensor:
+        factor = self._of(keep)
+        if factor.num_samples == 0:
+            return torch.zeros_like(self._parameter)
+        return factor.weighted_sum(w.to(factor.tensors()[0].device) * self._scale).to(self._parameter.dtype)
+
+    def _of(self, samples: Tensor | None) -> Factor:
+        factor = self._factor()
+        return factor if samples is None else factor.select(samples.to(factor.tensors()[0].device))
+
+    def _scaled(self, G: Tensor) -> Tensor:
+        return (G * self._scale if self._scale != 1 else G).to(self._parameter.dtype)
+
+    def _norm_of(self, direction: Tensor) -> Tensor:
+        return squares(direction).sum().sqrt()
+
+    def _check_shape(self, shape: torch.Size, what: str) -> None:
+        if shape != self._parameter.shape:
+            raise ValueError(f"{self.name!r} is {tuple(self._parameter.shape)}, its {what} {tuple(shape)}")
+
+    def _at_least(self, num: int, what: str) -> int:
+        B = self._factor().num_samples
+        if num > B:
+            raise ValueError(f"{what} over samples needs {num} or more, the batch has {B}")
+        return B
+
+
+def kept(w: Tensor, num_samples: int | None) -> tuple[Tensor | None, Tensor]:
+    """The samples with a weight, and their weights; None for all of them."""
+    if w.shape != (num_samples,):
+        raise ValueError(f"one weight a sample: expected shape ({num_samples},), got {tuple(w.shape)}")
+    w = w.to(torch.promote_types(w.dtype, torch.float32))
+    keep = w.nonzero().squeeze(1)
+    return (None, w) if len(keep) == len(w) else (keep, w[keep])
+
+
+def runs(num_samples: int, size: int) -> Iterator[slice]:
+    """The samples cut into runs of `size`."""
+    if size < 1:
+        raise ValueError(f"a run has one sample or more, got {size}")
+    return (slice(start, min(start + size, num_samples)) for start in range(0, num_samples, size))
