@@ -1,7 +1,7 @@
 """`with capture(model)`: owns the uses of the parameters, from the model's forward to the end of its backward."""
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,6 +17,8 @@ from samplewise.errors import SamplewiseError, UnattributedError
 from samplewise.factors.base import Factor
 from samplewise.intercept import Intercept
 from samplewise.losses import check_loss
+from samplewise.plan import Rates
+from samplewise.planner import Planner, device_of
 from samplewise.samples import Layout, Lost, Mark, Marks, Mixed
 from samplewise.sight import close_eyes, open_eyes
 from samplewise.tap import Note, Targets
@@ -38,6 +40,9 @@ class Capture:
         params: Iterable[str] | None = None,
         exclude: Iterable[str] = (),
         verify: bool = True,
+        memory: str | int | float | None = None,
+        plan: Mapping[str, str] | None = None,
+        rates: Rates | None = None,
     ):
         if not isinstance(model, nn.Module):
             raise TypeError(f"capture takes an nn.Module, got {type(model).__name__}")
@@ -57,6 +62,7 @@ class Capture:
         self.sample_ids = sample_ids
         self.verify = verify
         self.parameters, self._aliases = captured_parameters(model, params, exclude)
+        self._planner = Planner(memory, plan, rates, device_of(self.parameters))
         self.marks: Marks[Mark] = Marks()
         self.constants: Marks[bool] = Marks()
         for t in (*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)):
@@ -73,7 +79,7 @@ class Capture:
         self._factors: dict[str, list[Factor]] = {}
         self.notes: dict[str, list[Note]] = {}
         """How the uses of each parameter were understood."""
-        self._versions: list[tuple[str, Tensor, int]] = []
+        self._versions: dict[str, list[tuple[Tensor, int]]] = {}
         self._scale: float | None = None
         self._intercept: Intercept | None = None
         self._handles: list[Any] = []
@@ -303,8 +309,9 @@ class Capture:
         if self._scale is None:
             self._set_scale(float(self.batch_size or 0) if self.loss_reduction == "mean" else 1.0)
         for name, pull in targets:
-            self._factors.setdefault(name, []).append(pull(factor))
-            self._versions += [(name, t, t._version) for t in factor.tensors()]
+            settled = self._planner.settled(name, pull(factor))
+            self._factors.setdefault(name, []).append(settled)
+            self._versions.setdefault(name, []).extend((t, t._version) for t in settled.tensors())
 
     def note(self, targets: Targets, use: Note) -> None:
         for name, _ in targets:

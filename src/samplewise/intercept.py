@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 import samplewise.ops  # noqa: F401  (registers the rules)
 from samplewise.backwards import follow, followed_hook
@@ -24,6 +24,7 @@ from samplewise.samples import Layout, Lost, Mark, Marks, Mixed
 from samplewise.saving import kept_as_is
 from samplewise.sight import CustomFunction
 from samplewise.tap import Gate, Note, Recorder, Tap, Targets, is_wanted
+from samplewise.trees import tensors_in
 from samplewise.weights import Weight
 
 OPAQUE = set(
@@ -68,7 +69,7 @@ class Intercept(TorchFunctionMode):
         if name in OPAQUE and func not in ENGINE:
             return self._opaque(func, name, args, kwargs)
         read = {k: v for k, v in kwargs.items() if k != "out"} if "out" in kwargs else kwargs
-        tensors = [t for t in tree_leaves(args[:1] if name in PATTERNS else (args, read)) if isinstance(t, Tensor)]
+        tensors = tensors_in(args[:1] if name in PATTERNS else (args, read))
         data: list[tuple[Tensor, Mark]] = []
         weights: list[tuple[Tensor, Weight]] = []
         routed = False
@@ -156,15 +157,15 @@ class Intercept(TorchFunctionMode):
     def _custom(self, func: CustomFunction, name: str, args: tuple, kwargs: dict, data: list[tuple[Tensor, Mark]]) -> Any:
         """Somebody's `autograd.Function` of data: where its samples lie shows inside, or by trying."""
         out = self._watched(func)(*args, **kwargs)
-        results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        results = tensors_in(out)
         if any(self.marks.get(t) is None for t in results):
             self._mark(Call(name, func, args, kwargs, out, data))
         follow(self.marks, name, [a for a in args if isinstance(a, Tensor)], results)
         return out
 
     def _check_given_gradients(self, grad_tensors: Any = None, **_: Any) -> None:
-        for t in tree_leaves(grad_tensors):
-            mark = self.marks.get(t) if isinstance(t, Tensor) else None
+        for t in tensors_in(grad_tensors):
+            mark = self.marks.get(t)
             if isinstance(mark, Mixed | Lost):
                 raise SamplesMixError(
                     f"backward was given a gradient made by {mark.op}, in which samples of the batch met, so that what it gives "
@@ -232,11 +233,10 @@ class Intercept(TorchFunctionMode):
             )
         with kept_as_is():
             out = func(*args, **kwargs)
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor):
-                self.weights.derive(t, weights, name, is_picked=picked)
-                if not t.requires_grad:
-                    self.recorder.constants.set(t, True)
+        for t in tensors_in(out):
+            self.weights.derive(t, weights, name, is_picked=picked)
+            if not t.requires_grad:
+                self.recorder.constants.set(t, True)
         return out
 
     def _meet(
@@ -279,7 +279,7 @@ class Intercept(TorchFunctionMode):
         meeting.uses.clear()
         meeting.how = "generic"
         run = Generic(meeting, self._watched(func))
-        results = [t for t in tree_leaves(run.out) if isinstance(t, Tensor)]
+        results = tensors_in(run.out)
         inside = [self.marks.get(t) for t in results]
         marks = inside if all(inside) else flow(Call(name, func, meeting.args, meeting.kwargs, results[0], data, results))
         for k, t in enumerate(results):
@@ -389,7 +389,7 @@ class Intercept(TorchFunctionMode):
                 call.args[0], next((mark for t, mark in call.marks if t is call.args[1]), Lost("a write to .data"))
             )
             return
-        call.results = [t for t in tree_leaves(call.out) if isinstance(t, Tensor)]
+        call.results = tensors_in(call.out)
         if not call.results:
             return
         call.out = call.results[0]

@@ -10,6 +10,7 @@ from samplewise.capture import Capture
 from samplewise.errors import SamplewiseError
 from samplewise.factors.base import Factor
 from samplewise.factors.total import join
+from samplewise.plan import Rates
 
 
 class Grads(Capture):
@@ -40,7 +41,15 @@ class Grads(Capture):
 
     def norms(self) -> Tensor:
         """n with n[b] = ‖gradient of sample b over all captured parameters‖, shape [B], in float32 or better."""
-        return self._added([self[name].norms().square() for name in self]).sqrt()
+        return self._added([self[name]._sq_norms() for name in self]).sqrt() * self._factor_scale
+
+    def plan(self) -> str:
+        """A table of the route that each use takes, with the FLOPs, the bytes held and the predicted time that were weighed.
+
+        gram: norms from products of positions; direct: from gradients built a few samples at a time; build: all gradients
+        built once, in place of what they are made of. A star marks a route that `capture(plan=...)` pinned.
+        """
+        return self._planner.table()
 
     def weighted_sum(self, w: Tensor) -> dict[str, Tensor]:
         """{name: sum_b w[b] G[b]}, each like its parameter; a sample with w[b] = 0 is left out, even if it is NaN."""
@@ -102,8 +111,8 @@ class Grads(Capture):
         return 1.0 if self._scale is None else self._scale
 
     def _joined(self, name: str) -> Factor:
-        for owner, tensor, version in self._versions:
-            if owner == name and tensor._version != version:
+        for tensor, version in self._versions[name]:
+            if tensor._version != version:
                 raise SamplewiseError(
                     f"an input or gradient {tuple(tensor.shape)} of parameter {name!r} was changed in place after backward, so "
                     "its per-sample gradients are gone. Ask before changing it, or give the model a copy."
@@ -111,7 +120,7 @@ class Grads(Capture):
         factors = self._factors[name]
         if len(factors) > 1:
             factors[:] = [join(factors)]
-            self._versions += [(name, t, t._version) for t in factors[0].tensors()]
+            self._versions[name] += [(t, t._version) for t in factors[0].tensors()]
         return factors[0]
 
 
@@ -140,7 +149,7 @@ class ParameterGrads:
 
     def norms(self) -> Tensor:
         """n with n[b] = ‖G[b]‖, shape [B], in float32 or better."""
-        return self._grads._joined(self.name).sq_norms().sqrt() * self._grads._factor_scale
+        return self._sq_norms().sqrt() * self._grads._factor_scale
 
     def dots(self, direction: Tensor) -> Tensor:
         """d with d[b] = <direction, G[b]>, shape [B], in float32 or better."""
@@ -158,6 +167,13 @@ class ParameterGrads:
         device = factor.tensors()[0].device
         w = torch.full((factor.num_samples,), self._grads._factor_scale, dtype=torch.float64, device=device)
         return self._weighted_sum(None, w)
+
+    def _sq_norms(self) -> Tensor:
+        """sum |G[b]|² but for the scale of the losses."""
+        factor, planner = self._grads._joined(self.name), self._grads._planner
+        route = planner.norm_route(self.name, factor)
+        parts = [part.sq_norms(route) for _, part in factor.chunks(planner.chunk_bytes)] if planner.memory else []
+        return torch.cat(parts) if parts else factor.sq_norms(route)
 
     def _weighted_sum(self, keep: Tensor | None, w: Tensor) -> Tensor:
         factor = self._grads._joined(self.name)
@@ -179,6 +195,9 @@ def capture(
     params: Iterable[str] | None = None,
     exclude: Iterable[str] = (),
     verify: bool = True,
+    memory: str | int | float | None = None,
+    plan: Mapping[str, str] | None = None,
+    rates: Rates | None = None,
 ) -> Grads:
     """The per-sample gradients of whatever forward and backward of `model` run inside the block.
 
@@ -198,6 +217,10 @@ def capture(
     `params`, `exclude`: names or patterns ("layers.*.bias") of the parameters to capture, and of those to leave to
     ordinary autograd.
     `verify`: check the first call of its kind against two samples run alone, at about the cost of one more step.
+    `memory`: how much may be built beside what backward leaves, "4GiB", bytes, or a fraction of the device's memory:
+    gradients that make answers quicker are then kept. Without it nothing is kept that is larger than what it is made of.
+    `plan`: routes pinned by name or pattern, {"layers.*.weight": "gram"}; see `Grads.plan`.
+    `rates`: what the device does in a second, for the plan; measured once a process if None.
     """
     return Grads(
         model,
@@ -208,4 +231,7 @@ def capture(
         params=params,
         exclude=exclude,
         verify=verify,
+        memory=memory,
+        plan=plan,
+        rates=rates,
     )

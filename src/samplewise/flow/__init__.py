@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from samplewise.flow.call import ADDING, Call, Handler, Several, aligned, elementwise, is_in_place, is_torchs, op_name
 from samplewise.flow.meets import (
@@ -56,6 +55,7 @@ from samplewise.flow.moves import (
 )
 from samplewise.flow.probe import probed
 from samplewise.samples import NO_SAMPLE, Layout, Lost, Mark, Mixed
+from samplewise.trees import tensors_in
 
 __all__ = [
     "ELEMENTWISE",
@@ -107,7 +107,7 @@ def flow(call: Call) -> Mark | Several | None:
     """The mark of the call's results."""
     mark = _flow(call)
     discrete = {id(t) for t, mark in call.marks if mark.discrete}
-    tensors = [t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)]
+    tensors = tensors_in((call.args, call.kwargs))
     if all(t.dtype in DISCRETE or id(t) in discrete for t in tensors):
         if isinstance(mark, Mixed | Lost):
             return replace(mark, discrete=True)

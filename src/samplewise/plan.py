@@ -1,0 +1,180 @@
+"""Which way each use answers: a pure function of its shapes, the device's rates and a memory budget."""
+
+import math
+import os
+import re
+import time
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+ROUTES = ("gram", "direct", "build")
+"""gram: norms from the T×T products of positions, in tiles. direct: gradients of a few samples at a time, squared and dropped.
+build: all gradients once, as backward brings g; they replace a and g, and every later answer is one pass over them."""
+
+TILE = 512
+"""Gram matrices are taken in tiles of this many positions: T×T is never whole, and the mirror half is not computed."""
+
+CHUNK_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}
+"""Temporaries of queries are built for so many samples at once that they stay below this.
+
+On the CPU chunks that fit the caches win: norms of 16 gradients 768×256, T = 128, 8.2 ms at once and 3.3 ms by twos (Xeon, 2
+threads). A GPU wants long kernels.
+"""
+
+
+@dataclass(frozen=True)
+class Use:
+    """The shapes of one use: for B samples a weight of G blocks O×I, each met at T positions."""
+
+    B: int
+    T: int
+    G: int
+    I: int
+    O: int
+    itemsize: int
+    """Bytes of an element of a and g."""
+    held: int
+    """Bytes of what the factor holds until the last question: a and g, or an image and g."""
+    is_patched: bool = False
+    """Whether a must first be built from an image."""
+
+    @property
+    def built(self) -> int:
+        """Bytes of the gradients of all samples, in float32 or better."""
+        return self.B * self.G * self.O * self.I * max(4, self.itemsize)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What norms and one weighted sum take by one route."""
+
+    flops: float
+    moved: float
+    """Bytes read and written."""
+    held: int
+    """Bytes held between backward and the last question."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does in a second: floating-point operations of products of 64 and of 512 rows, bytes read or written."""
+
+    small: float
+    large: float
+    memory: float
+
+    def seconds(self, flops: float, moved: float, *, rows: float) -> float:
+        """Time of products whose smallest side is `rows`, and of the memory traffic beside them."""
+        between = min(1.0, max(0.0, math.log2(max(rows, 1) / 64) / 3))
+        return flops / (self.small ** (1 - between) * self.large**between) + moved / self.memory
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The route taken by one use, and what was weighed."""
+
+    route: str
+    costs: dict[str, Cost]
+    use: Use
+    is_pinned: bool = False
+
+
+def costs(use: Use, rates: Rates) -> dict[str, Cost]:
+    """{route: Cost} of norms followed by one weighted sum.
+
+    u = 2·B·T·G·O·I is one product of a and g. gram: 2·B·G·T²(I + O) with the mirror half left out, then u for the sum.
+    direct: u and u. build: u, then a pass over the gradients.
+    """
+    B, T, G, I, O = use.B, use.T, use.G, use.I, use.O
+    wide = max(4, use.itemsize)
+    u, a_and_g = 2.0 * B * T * G * O * I, float(B * T * G * (I + O) * use.itemsize)
+    read = a_and_g + (2.0 * B * T * G * I * wide if use.is_patched else 0)
+    num_tiles = max(1, math.ceil(T / TILE))
+    pairs = T * T * (num_tiles + 1) / (2 * num_tiles) if T > 1 else 0
+    gram = 2.0 * B * G * pairs * (I + O)
+    scaled = a_and_g + 2.0 * B * T * G * min(I, O) * wide
+
+    def cost(flops: list[tuple[float, float]], moved: float, held: int) -> Cost:
+        seconds = sum(rates.seconds(f, 0, rows=rows) for f, rows in flops) + rates.seconds(0, moved, rows=1)
+        return Cost(sum(f for f, _ in flops), moved, held, seconds)
+
+    side, whole = min(I, O, T), min(I, O, B * T)
+    return {
+        "gram": cost([(gram, min(T, TILE, I, O)), (u, whole)], read + scaled + 4.0 * B * G * pairs * wide, use.held),
+        "direct": cost([(u, side), (u, whole)], read + scaled + 2.0 * use.built, use.held),
+        "build": cost([(u, side)], read + 3.0 * use.built, use.built),
+    }
+
+
+def choose(use: Use, rates: Rates, *, spare: int = 0, pinned: str | None = None) -> Choice:
+    """The quickest route that holds at most `spare` bytes more than the factor does.
+
+    By FLOPs the Gram route is cheaper than building just where a and g are smaller than the gradients, T(I + O) < O·I, so
+    that without spare memory the quick choice is nearly always the small one too.
+    """
+    weighed = costs(use, rates)
+    allowed = [route for route in ROUTES if weighed[route].held <= use.held + spare]
+    best = min(allowed, key=lambda route: (weighed[route].seconds, -ROUTES.index(route)))
+    return Choice(pinned or best, weighed, use, pinned is not None)
+
+
+def norm_route(use: Use) -> str:
+    """ "gram" or "direct", whichever has fewer FLOPs: what a factor does that no plan speaks for."""
+    weighed = costs(use, Rates(1.0, 1.0, math.inf))
+    return "gram" if weighed["gram"].flops < weighed["direct"].flops else "direct"
+
+
+@cache
+def measured_rates(device: str) -> Rates:
+    """What this device does in float32, in which norms and sums are taken, measured once a process in about 20 ms."""
+
+    def best(run) -> float:
+        times = []
+        for _ in range(4):
+            _wait(device)
+            start = time.perf_counter()
+            run()
+            _wait(device)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    def product(n: int, num: int) -> float:
+        a, out = torch.ones(num, n, n, device=device), torch.empty(num, n, n, device=device)
+        return 2 * num * n**3 / best(lambda: torch.bmm(a, a, out=out))
+
+    is_cpu = torch.device(device).type == "cpu"
+    source = torch.ones(1 << (22 if is_cpu else 26), device=device)
+    copy = torch.empty_like(source)
+    memory = 2 * source.numel() * source.element_size() / best(lambda: copy.copy_(source))
+    return Rates(product(64, 64 if is_cpu else 1024), product(512, 1 if is_cpu else 32), memory)
+
+
+def _wait(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def num_bytes(memory: str | int | float, device: str) -> int:
+    """ "4GiB", a number of bytes, or a fraction of the device's memory, in bytes.
+
+    >>> num_bytes("1.5 GiB", "cpu"), num_bytes(4096, "cpu")
+    (1610612736, 4096)
+    """
+    if isinstance(memory, str):
+        found = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]+)\s*", memory)
+        if found is None or found[2].upper() not in UNITS:
+            raise ValueError(f'memory is like "4GiB" or "500MB", a number of bytes, or a fraction below 1; got {memory!r}')
+        return int(float(found[1]) * UNITS[found[2].upper()])
+    if not memory > 0:
+        raise ValueError(f"memory must be positive, got {memory}")
+    if isinstance(memory, int) or memory >= 1:
+        return int(memory)
+    if torch.device(device).type == "cuda":
+        return int(memory * torch.cuda.mem_get_info(device)[1])
+    return int(memory * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
