@@ -19,7 +19,7 @@ def test_public_names_are_frozen():
 
 def test_arguments_are_frozen():
     assert list(inspect.signature(sw.capture).parameters) == [
-        "model", "batch_size", "batch_dim", "sample_ids", "loss_reduction", "params", "exclude", "verify", "memory",
+        "model", "batch_size", "batch_dim", "sample_ids", "loss_reduction", "params", "exclude", "verify", "keep", "memory",
         "plan", "rates",
     ]  # fmt: skip
     assert str(inspect.signature(sw.call_for_per_sample_grads)).startswith(

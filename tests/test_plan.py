@@ -8,6 +8,7 @@ from cases import ALL, CASES, Case
 from torch import nn
 
 import samplewise as sw
+from samplewise.errors import SamplewiseError
 from samplewise.factors import outer
 from samplewise.factors.outer import Outer
 from samplewise.plan import ROUTES, Choice, Rates, Use, choose, costs, measured_rates, num_bytes
@@ -151,3 +152,32 @@ def test_samples_as_groups_of_one_convolution(options, rows_per_sample):
         exact.backward(model(x.double()).square().mean((1, 2, 3)))
     assert relative_error(grads["weight"].materialize(), exact["weight"].materialize()) < 1e-5  # float32
     assert relative_error(grads.norms(), exact.norms()) < 1e-5
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_norms_taken_as_backward_passes_are_the_oracles(case):
+    model, batch, loss_fn = case.build()
+    truth = oracle(model, loss_fn, *batch, batch_dim=case.batch_dim)
+    grads = run_capture(model, loss_fn, *batch, **case.options, verify=False, keep="norms")
+    for name, G in truth.items():
+        assert relative_error(grads[name].norms(), G.reshape(len(G), -1).norm(dim=1).real) < TOLERANCE, name
+
+
+def test_nothing_but_norms_is_kept_if_so_asked():
+    model = nn.Linear(16, 8)
+    grads = run_capture(model, lambda model, x: model(x).sum((1, 2)), torch.randn(3, 64, 16), keep="norms")
+    assert sum(t.numel() for use in grads._factors.values() for factor in use for t in factor.tensors()) == 6
+    with pytest.raises(SamplewiseError, match="norms are all that was kept"):
+        grads.clipped_sum(max_norm=1.0)
+    with pytest.raises(ValueError, match='keep is "gradients" or "norms"'):
+        sw.capture(model, keep="sums")
+
+
+def test_a_second_backward_after_norms_were_taken_is_refused():
+    model = nn.Linear(16, 8)
+    with sw.capture(model, keep="norms") as grads:
+        losses = model(torch.randn(3, 16)).sum(1)
+        losses.sum().backward(retain_graph=True)
+        with pytest.raises(SamplewiseError, match="norms do not add up"):
+            losses.sum().backward()
+    assert grads.norms().shape == (3,)

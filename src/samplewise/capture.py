@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 from samplewise.choice import captured_parameters
 from samplewise.errors import SamplewiseError, UnattributedError
 from samplewise.factors.base import Factor
+from samplewise.factors.norms import Norms
+from samplewise.factors.total import join
 from samplewise.intercept import Intercept
 from samplewise.losses import check_loss
 from samplewise.plan import Rates
@@ -40,6 +42,7 @@ class Capture:
         params: Iterable[str] | None = None,
         exclude: Iterable[str] = (),
         verify: bool = True,
+        keep: str = "gradients",
         memory: str | int | float | None = None,
         plan: Mapping[str, str] | None = None,
         rates: Rates | None = None,
@@ -48,6 +51,8 @@ class Capture:
             raise TypeError(f"capture takes an nn.Module, got {type(model).__name__}")
         if loss_reduction not in ("sum", "mean"):
             raise ValueError(f'loss_reduction is "sum" or "mean", got {loss_reduction!r}')
+        if keep not in ("gradients", "norms"):
+            raise ValueError(f'keep is "gradients" or "norms", got {keep!r}')
         scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
         if scripted:
             raise SamplewiseError(
@@ -60,7 +65,7 @@ class Capture:
             batch_size = max(batch_size or 0, int(sample_ids.max()) + 1 if len(sample_ids) else 0)
         self.batch_size, self.batch_dim, self.loss_reduction = batch_size, batch_dim, loss_reduction
         self.sample_ids = sample_ids
-        self.verify = verify
+        self.verify, self.keep = verify, keep
         self.parameters, self._aliases = captured_parameters(model, params, exclude)
         self._planner = Planner(memory, plan, rates, device_of(self.parameters))
         self.marks: Marks[Mark] = Marks()
@@ -309,9 +314,17 @@ class Capture:
         if self._scale is None:
             self._set_scale(float(self.batch_size or 0) if self.loss_reduction == "mean" else 1.0)
         for name, pull in targets:
-            settled = self._planner.settled(name, pull(factor))
-            self._factors.setdefault(name, []).append(settled)
-            self._versions.setdefault(name, []).extend((t, t._version) for t in settled.tensors())
+            uses, factor_of_root = self._factors.setdefault(name, []), pull(factor)
+            if uses and isinstance(uses[0], Norms):
+                raise SamplewiseError(
+                    f"another gradient of {name!r} came after its norms had been taken (a second backward, or a reentrant "
+                    'checkpoint?), and norms do not add up. Leave out keep="norms".'
+                )
+            uses.append(factor_of_root if self.keep == "norms" else self._planner.settled(name, factor_of_root))
+            if self.keep == "norms" and len(uses) == len(self.notes[name]):  # every use that forward saw
+                whole = join(uses)
+                uses[:] = [Norms(self._planner.sq_norms(name, whole), shape=whole.shape)]
+            self._versions[name] = [(t, t._version) for use in uses for t in use.tensors()]
 
     def note(self, targets: Targets, use: Note) -> None:
         for name, _ in targets:

@@ -4,8 +4,9 @@ import math
 import os
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -77,12 +78,13 @@ class Choice:
     """The route taken by one use, and what was weighed."""
 
     route: str
-    costs: dict[str, Cost]
+    costs: Mapping[str, Cost]
     use: Use
     is_pinned: bool = False
 
 
-def costs(use: Use, rates: Rates) -> dict[str, Cost]:
+@lru_cache(maxsize=4096)
+def costs(use: Use, rates: Rates) -> Mapping[str, Cost]:
     """{route: Cost} of norms followed by one weighted sum.
 
     u = 2·B·T·G·O·I is one product of a and g. gram: 2·B·G·T²(I + O) with the mirror half left out, then u for the sum.
@@ -146,7 +148,7 @@ def measured_rates(device: str) -> Rates:
         return 2 * num * n**3 / best(lambda: torch.bmm(a, a, out=out))
 
     is_cpu = torch.device(device).type == "cpu"
-    source = torch.ones(1 << (22 if is_cpu else 26), device=device)
+    source = torch.ones(1 << (20 if is_cpu else 26), device=device)
     copy = torch.empty_like(source)
     memory = 2 * source.numel() * source.element_size() / best(lambda: copy.copy_(source))
     return Rates(product(64, 64 if is_cpu else 1024), product(512, 1 if is_cpu else 32), memory)

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from functools import reduce
 
+import torch
 from torch import Tensor
 
 from samplewise.factors.base import Factor
@@ -23,12 +25,8 @@ class Planner:
                 raise ValueError(f"plan={{{pattern!r}: {route!r}}} names no route; there are {', '.join(ROUTES)}")
         self.memory = None if memory is None else num_bytes(memory, device)
         self._spare = 0 if self.memory is None else self.memory // 2
+        self._chunk_bytes = None if self.memory is None else max(1, self.memory // 4)
         self._choices: dict[str, Choice] = {}
-
-    @property
-    def chunk_bytes(self) -> int | None:
-        """How much a query may build at once; None leaves it to the device."""
-        return None if self.memory is None else max(1, self.memory // 4)
 
     def settled(self, name: str, factor: Factor) -> Factor:
         """The factor, or its gradients in its place if they are to be built and kept."""
@@ -42,7 +40,20 @@ class Planner:
             self._spare -= max(0, use.built - use.held)
         return factor.built()
 
-    def norm_route(self, name: str, factor: Factor) -> str | None:
+    def sq_norms(self, name: str, factor: Factor) -> Tensor:
+        """What the factor's `sq_norms` gives, by the planned route and within the budget."""
+        route = self._norm_route(name, factor)
+        if self.memory is None or factor.num_samples == 0:
+            return factor.sq_norms(route)
+        return torch.cat([part.sq_norms(route) for _, part in factor.chunks(self._chunk_bytes)])
+
+    def weighted_sum(self, factor: Factor, w_B: Tensor) -> Tensor:
+        """What the factor's `weighted_sum` gives, within the budget."""
+        if self.memory is None:
+            return factor.weighted_sum(w_B)
+        return reduce(torch.add, (part.weighted_sum(w_B[samples]) for samples, part in factor.chunks(self._chunk_bytes)))
+
+    def _norm_route(self, name: str, factor: Factor) -> str | None:
         """By which route a factor that was not built gives its norms."""
         use = factor.use()
         if use is None:

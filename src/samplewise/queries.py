@@ -170,10 +170,7 @@ class ParameterGrads:
 
     def _sq_norms(self) -> Tensor:
         """sum |G[b]|² but for the scale of the losses."""
-        factor, planner = self._grads._joined(self.name), self._grads._planner
-        route = planner.norm_route(self.name, factor)
-        parts = [part.sq_norms(route) for _, part in factor.chunks(planner.chunk_bytes)] if planner.memory else []
-        return torch.cat(parts) if parts else factor.sq_norms(route)
+        return self._grads._planner.sq_norms(self.name, self._grads._joined(self.name))
 
     def _weighted_sum(self, keep: Tensor | None, w: Tensor) -> Tensor:
         factor = self._grads._joined(self.name)
@@ -182,7 +179,7 @@ class ParameterGrads:
             factor, w = factor.select(keep.to(device)), w.to(device)
         if factor.num_samples == 0:
             return torch.zeros_like(self._parameter)
-        return factor.weighted_sum(w).to(self._parameter.dtype)
+        return self._grads._planner.weighted_sum(factor, w).to(self._parameter.dtype)
 
 
 def capture(
@@ -195,6 +192,7 @@ def capture(
     params: Iterable[str] | None = None,
     exclude: Iterable[str] = (),
     verify: bool = True,
+    keep: str = "gradients",
     memory: str | int | float | None = None,
     plan: Mapping[str, str] | None = None,
     rates: Rates | None = None,
@@ -217,6 +215,8 @@ def capture(
     `params`, `exclude`: names or patterns ("layers.*.bias") of the parameters to capture, and of those to leave to
     ordinary autograd.
     `verify`: check the first call of its kind against two samples run alone, at about the cost of one more step.
+    `keep`: "norms" takes the norms of each parameter as backward passes it and lets everything else go: norms then are the
+    only question, at about the memory of plain training.
     `memory`: how much may be built beside what backward leaves, "4GiB", bytes, or a fraction of the device's memory:
     gradients that make answers quicker are then kept. Without it nothing is kept that is larger than what it is made of.
     `plan`: routes pinned by name or pattern, {"layers.*.weight": "gram"}; see `Grads.plan`.
@@ -231,6 +231,7 @@ def capture(
         params=params,
         exclude=exclude,
         verify=verify,
+        keep=keep,
         memory=memory,
         plan=plan,
         rates=rates,
