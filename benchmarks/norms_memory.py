@@ -1,6 +1,6 @@
 """Peak memory of the norms of a GPT-2-sized tied model over plain training, each in a fresh process.
 
-python benchmarks/norms_memory.py       12 layers, d 768, vocabulary 50257, B = 8, T = 512; writes benchmarks/results/norms-memory-cpu.md
+python benchmarks/norms_memory.py       B = 8, T = 512; writes benchmarks/results/norms-memory-cpu.md
 """
 
 import argparse
@@ -72,8 +72,8 @@ def main() -> None:
     lines = [
         describe_machine(),
         "",
-        f"{options.depth} layers, d 768, vocabulary 50257 tied, B = {options.batch}, T = {options.length}. Peak resident memory above the "
-        "model's own, two steps, without the check of a first call.",
+        f"{options.depth} layers, d 768, vocabulary 50257 tied, B = {options.batch}, T = {options.length}. Peak resident memory "
+        "above the model's own, two steps, without the check of a first call.",
         "",
         "| method | s | GiB | memory / plain |",
         "|-|-|-|-|",

@@ -251,7 +251,8 @@ def describe_machine() -> str:
     cpu = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""
     )
-    return f"{cpu}, 2 threads, float32, load average {load}, Python {platform.python_version()}, torch {torch.__version__}, commit {commit}."
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, commit {commit}"
+    return f"{cpu}, 2 threads, float32, load average {load} at the end, {versions}."
 
 
 if __name__ == "__main__":

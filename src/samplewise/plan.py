@@ -17,7 +17,7 @@ build: all gradients once, as backward brings g; they replace a and g, and every
 TILE = 512
 """Gram matrices are taken in tiles of this many positions: T×T is never whole, and the mirror half is not computed."""
 
-CHUNK_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}
+CHUNK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}
 """Temporaries of queries are built for so many samples at once that they stay below this.
 
 On the CPU chunks that fit the caches win: norms of 16 gradients 768×256, T = 128, 8.2 ms at once and 3.3 ms by twos (Xeon, 2
@@ -61,16 +61,23 @@ class Cost:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does in a second: floating-point operations of products of 64 and of 512 rows, bytes read or written."""
+    """What a device does in a second."""
 
     small: float
+    """Floating-point operations in products whose smallest side is 16."""
     large: float
+    """The same at 512."""
     memory: float
+    """Bytes read or written."""
+    fresh: float = math.inf
+    """Bytes written to memory just allocated, which on the CPU the kernel must first map."""
+    latency: float = 0.0
+    """Seconds of an op on next to nothing."""
 
-    def seconds(self, flops: float, moved: float, *, rows: float) -> float:
-        """Time of products whose smallest side is `rows`, and of the memory traffic beside them."""
-        between = min(1.0, max(0.0, math.log2(max(rows, 1) / 64) / 3))
-        return flops / (self.small ** (1 - between) * self.large**between) + moved / self.memory
+    def product(self, flops: float, rows: int) -> float:
+        """Seconds of products whose smallest side is `rows`."""
+        between = min(1.0, max(0.0, math.log2(max(rows, 1) / 16) / 5))
+        return flops / (self.small ** (1 - between) * self.large**between)
 
 
 @dataclass(frozen=True)
@@ -99,15 +106,21 @@ def costs(use: Use, rates: Rates) -> Mapping[str, Cost]:
     gram = 2.0 * B * G * pairs * (I + O)
     scaled = a_and_g + 2.0 * B * T * G * min(I, O) * wide
 
-    def cost(flops: list[tuple[float, float]], moved: float, held: int) -> Cost:
-        seconds = sum(rates.seconds(f, 0, rows=rows) for f, rows in flops) + rates.seconds(0, moved, rows=1)
-        return Cost(sum(f for f, _ in flops), moved, held, seconds)
+    def cost(products: list[tuple[float, int]], moved: float, fresh: float, num_ops: int, held: int) -> Cost:
+        seconds = sum(rates.product(flops, rows) for flops, rows in products)
+        seconds += moved / rates.memory + fresh / rates.fresh + num_ops * rates.latency
+        return Cost(sum(flops for flops, _ in products), moved, held, seconds)
 
     side, whole = min(I, O, T), min(I, O, B * T)
+    copy = B * T * G * min(I, O) * wide
+    chunk = min(use.built, CHUNK_BYTES["cpu"])
+    # Views and Python count as much as ops here: 0.2, 0.11 and 0.08 ms for 16 samples, T = 16, 64×64, at 3 µs an op.
+    num_gram_ops = 20 if T == 1 else 30 + 15 * num_tiles * (num_tiles + 1)
+    grams = 4.0 * B * G * pairs * wide
     return {
-        "gram": cost([(gram, min(T, TILE, I, O)), (u, whole)], read + scaled + 4.0 * B * G * pairs * wide, use.held),
-        "direct": cost([(u, side), (u, whole)], read + scaled + 2.0 * use.built, use.held),
-        "build": cost([(u, side)], read + 3.0 * use.built, use.built),
+        "gram": cost([(gram, min(T, TILE, I, O)), (u, whole)], read + scaled + grams, copy, num_gram_ops, use.held),
+        "direct": cost([(u, side), (u, whole)], read + scaled + 2.0 * use.built, copy + chunk, 35, use.held),
+        "build": cost([(u, side)], read + 3.0 * use.built, use.built, 25, use.built),
     }
 
 
@@ -125,17 +138,17 @@ def choose(use: Use, rates: Rates, *, spare: int = 0, pinned: str | None = None)
 
 def norm_route(use: Use) -> str:
     """ "gram" or "direct", whichever has fewer FLOPs: what a factor does that no plan speaks for."""
-    weighed = costs(use, Rates(1.0, 1.0, math.inf))
+    weighed = costs(use, Rates(small=1.0, large=1.0, memory=math.inf))
     return "gram" if weighed["gram"].flops < weighed["direct"].flops else "direct"
 
 
 @cache
 def measured_rates(device: str) -> Rates:
-    """What this device does in float32, in which norms and sums are taken, measured once a process in about 20 ms."""
+    """What this device does in float32, in which norms and sums are taken, measured once a process in about 30 ms."""
 
     def best(run) -> float:
         times = []
-        for _ in range(4):
+        for _ in range(12):  # others may use the machine
             _wait(device)
             start = time.perf_counter()
             run()
@@ -143,15 +156,20 @@ def measured_rates(device: str) -> Rates:
             times.append(time.perf_counter() - start)
         return min(times)
 
-    def product(n: int, num: int) -> float:
-        a, out = torch.ones(num, n, n, device=device), torch.empty(num, n, n, device=device)
-        return 2 * num * n**3 / best(lambda: torch.bmm(a, a, out=out))
+    def product(num: int, rows: int, inner: int) -> float:
+        a, out = torch.ones(num, rows, inner, device=device), torch.empty(num, rows, rows, device=device)
+        return 2 * num * rows * inner * rows / best(lambda: torch.bmm(a, a.mT, out=out))
 
     is_cpu = torch.device(device).type == "cpu"
-    source = torch.ones(1 << (20 if is_cpu else 26), device=device)
-    copy = torch.empty_like(source)
-    memory = 2 * source.numel() * source.element_size() / best(lambda: copy.copy_(source))
-    return Rates(product(64, 64 if is_cpu else 1024), product(512, 1 if is_cpu else 32), memory)
+    num, one = 1 << (20 if is_cpu else 26), torch.ones(1, device=device)
+    source, copy = torch.ones(num, device=device), torch.empty(num, device=device)
+    return Rates(
+        small=product(64 if is_cpu else 1024, 16, 256),
+        large=product(1 if is_cpu else 32, 512, 512),
+        memory=8 * num / best(lambda: copy.copy_(source)),
+        fresh=4 * num / best(lambda: torch.zeros(num, device=device).add_(0)) if is_cpu else math.inf,
+        latency=best(lambda: one + one),
+    )
 
 
 def _wait(device: str) -> None:
