@@ -24,6 +24,8 @@ fuzz: .venv/dev
 bench: .venv/bench
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/recurrent.py
+	$(BIN)/python benchmarks/routes.py
+	$(BIN)/python benchmarks/norms_memory.py
 
 coverage: .venv/dev .venv/bench
 	$(BIN)/python benchmarks/coverage.py

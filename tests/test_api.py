@@ -23,7 +23,8 @@ def test_public_names_are_frozen():
 
 def test_arguments_are_frozen():
     assert list(inspect.signature(sw.capture).parameters) == [
-        "model", "batch_size", "batch_dim", "sample_ids", "loss_reduction", "params", "exclude", "verify",
+        "model", "batch_size", "batch_dim", "sample_ids", "loss_reduction", "params", "exclude", "verify", "keep", "memory",
+        "plan", "rates",
     ]  # fmt: skip
     assert str(inspect.signature(sw.call_for_per_sample_grads)).startswith(
         "(module: torch.nn.modules.module.Module, *, batch_size: int | None = None, loss_reduction: str = 'sum', "

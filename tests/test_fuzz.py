@@ -38,7 +38,7 @@ def test_a_wrong_rule_is_seen(monkeypatch):
 
 
 def test_a_wrong_norm_is_seen(monkeypatch):
-    monkeypatch.setattr(Outer, "sq_norms", lambda self: 1.001 * super(Outer, self).sq_norms())
+    monkeypatch.setattr(Outer, "sq_norms", lambda self, route: 1.001 * super(Outer, self).sq_norms())
     lines = []
     kinds = fuzz.run(range(30), say=lines.append)
     assert kinds["WRONG"] >= 5

@@ -1,7 +1,7 @@
 """`with capture(model)`: owns the uses of the parameters, from the model's forward to the end of its backward."""
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,8 +15,12 @@ from torch.utils._pytree import tree_leaves
 from samplewise.choice import captured_parameters
 from samplewise.errors import SamplewiseError, UnattributedError
 from samplewise.factors.base import Factor
+from samplewise.factors.norms import Norms
+from samplewise.factors.total import join
 from samplewise.intercept import Intercept
 from samplewise.losses import check_loss
+from samplewise.plan import Rates
+from samplewise.planner import Planner, device_of
 from samplewise.samples import Layout, Lost, Mark, Marks, Mixed
 from samplewise.sight import close_eyes, open_eyes
 from samplewise.tap import Note, Targets
@@ -38,11 +42,17 @@ class Capture:
         params: Iterable[str] | None = None,
         exclude: Iterable[str] = (),
         verify: bool = True,
+        keep: str = "gradients",
+        memory: str | int | float | None = None,
+        plan: Mapping[str, str] | None = None,
+        rates: Rates | None = None,
     ):
         if not isinstance(model, nn.Module):
             raise TypeError(f"capture takes an nn.Module, got {type(model).__name__}")
         if loss_reduction not in ("sum", "mean"):
             raise ValueError(f'loss_reduction is "sum" or "mean", got {loss_reduction!r}')
+        if keep not in ("gradients", "norms"):
+            raise ValueError(f'keep is "gradients" or "norms", got {keep!r}')
         self._modules = list(model.modules())
         if any(isinstance(module, torch.jit.ScriptModule) for module in self._modules):
             scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
@@ -56,8 +66,9 @@ class Capture:
             batch_size = max(batch_size or 0, int(sample_ids.max()) + 1 if len(sample_ids) else 0)
         self.batch_size, self.batch_dim, self.loss_reduction = batch_size, batch_dim, loss_reduction
         self.sample_ids = sample_ids
-        self.verify = verify
+        self.verify, self.keep = verify, keep
         self.parameters, self._aliases = captured_parameters(model, params, exclude)
+        self._planner = Planner(memory, plan, rates, device_of(self.parameters))
         self.marks: Marks[Mark] = Marks()
         self.constants: Marks[bool] = Marks()
         for module in self._modules:
@@ -81,7 +92,7 @@ class Capture:
         self._factors: dict[str, list[Factor]] = {}
         self.notes: dict[str, list[Note]] = {}
         """How the uses of each parameter were understood."""
-        self._versions: list[tuple[str, Tensor, int]] = []
+        self._versions: dict[str, list[tuple[Tensor, int]]] = {}
         self._scale: float | None = None
         self._intercept: Intercept | None = None
         self._handles: list[Any] = []
@@ -311,8 +322,17 @@ class Capture:
         if self._scale is None:
             self._set_scale(float(self.batch_size or 0) if self.loss_reduction == "mean" else 1.0)
         for name, pull in targets:
-            self._factors.setdefault(name, []).append(pull(factor))
-            self._versions += [(name, t, t._version) for t in factor.tensors()]
+            uses, factor_of_root = self._factors.setdefault(name, []), pull(factor)
+            if uses and isinstance(uses[0], Norms):
+                raise SamplewiseError(
+                    f"another gradient of {name!r} came after its norms had been taken (a second backward, or a reentrant "
+                    'checkpoint?), and norms do not add up. Leave out keep="norms".'
+                )
+            uses.append(factor_of_root if self.keep == "norms" else self._planner.settled(name, factor_of_root))
+            if self.keep == "norms" and len(uses) == len(self.notes[name]):  # every use that forward saw
+                whole = join(uses)
+                uses[:] = [Norms(self._planner.sq_norms(name, whole), shape=whole.shape)]
+            self._versions[name] = [(t, t._version) for use in uses for t in use.tensors()]
 
     def note(self, targets: Targets, use: Note) -> None:
         for name, _ in targets:

@@ -7,15 +7,17 @@ from torch import Tensor
 
 from samplewise.answers import Answers
 from samplewise.factors.base import Factor, squares
+from samplewise.planner import Planner
 from samplewise.projections import Projector, projector_of
 
 
 class ParameterGrads(Answers[Tensor]):
     """The per-sample gradients G[b] of one parameter."""
 
-    def __init__(self, name: str, parameter: Tensor, factor: Callable[[], Factor], scale: float):
+    def __init__(self, name: str, parameter: Tensor, factor: Callable[[], Factor], scale: float, planner: Planner):
         """`factor()` is that of all uses of the parameter, joined; G[b] is `scale` times what it holds."""
         self.name, self._parameter, self._factor, self._scale = name, parameter, factor, scale
+        self._planner = planner
 
     def __repr__(self) -> str:
         factor = self._factor()
@@ -37,7 +39,7 @@ class ParameterGrads(Answers[Tensor]):
 
     def sq_norms(self) -> Tensor:
         """n with n[b] = sum |G[b]|², shape [B], in float32 or better."""
-        return self._factor().sq_norms() * self._scale**2
+        return self._planner.sq_norms(self.name, self._factor()) * self._scale**2
 
     def dots(self, direction: "Tensor | ParameterGrads") -> Tensor:
         """d with d[b] = <direction, G[b]>, shape [B], in float32 or better; with other samples [B, C], as `gram`."""
@@ -96,7 +98,8 @@ class ParameterGrads(Answers[Tensor]):
         factor = self._of(keep)
         if factor.num_samples == 0:
             return torch.zeros_like(self._parameter)
-        return factor.weighted_sum(w.to(factor.tensors()[0].device) * self._scale).to(self._parameter.dtype)
+        w = w.to(factor.tensors()[0].device) * self._scale
+        return self._planner.weighted_sum(factor, w).to(self._parameter.dtype)
 
     def _of(self, samples: Tensor | None) -> Factor:
         factor = self._factor()

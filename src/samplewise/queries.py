@@ -14,6 +14,7 @@ from samplewise.errors import SamplewiseError
 from samplewise.factors.base import Factor, squares
 from samplewise.factors.total import join
 from samplewise.parameter import ParameterGrads, kept, runs
+from samplewise.plan import Rates
 from samplewise.projections import Projector, projector_of
 
 LossFn = Callable[..., Tensor]
@@ -41,7 +42,7 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
             known = "took no part in the loss" if name in self._aliases else "is not a captured parameter"
             raise KeyError(f"{name!r} {known}; there are gradients for {list(self)}")
         first = self._aliases[name]
-        return ParameterGrads(first, self.parameters[first], lambda: self._joined(first), self._factor_scale)
+        return ParameterGrads(first, self.parameters[first], lambda: self._joined(first), self._factor_scale, self._planner)
 
     def materialize(self) -> dict[str, Tensor]:
         """{name: G} with G[b] the gradient of sample b, shape [B, *shape]."""
@@ -100,6 +101,14 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
         if groups is None:
             return self.sq_norms().sqrt()
         return {group: n.sqrt() for group, n in self.sq_norms(groups=groups).items()}
+
+    def plan(self) -> str:
+        """A table of the route that each use takes, with the FLOPs, the bytes held and the predicted time that were weighed.
+
+        gram: norms from products of positions; direct: from gradients built a few samples at a time; build: all gradients
+        built once, in place of what they are made of. A star marks a route that `capture(plan=...)` pinned.
+        """
+        return self._planner.table()
 
     def weighted_sum(self, w: Tensor) -> dict[str, Tensor]:
         """{name: sum_b w[b] G[b]}, each like its parameter; a sample with w[b] = 0 is left out, even if it is NaN."""
@@ -227,11 +236,11 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
         """Frees what these parameters keep."""
         for name in names:
             self._factors[name] = []
-        self._versions = [held for held in self._versions if held[0] not in names]
+            self._versions[name] = []
 
     def _joined(self, name: str) -> Factor:
-        for owner, tensor, version in self._versions:
-            if owner == name and tensor._version != version:
+        for tensor, version in self._versions[name]:
+            if tensor._version != version:
                 raise SamplewiseError(
                     f"an input or gradient {tuple(tensor.shape)} of parameter {name!r} was changed in place after backward, so "
                     "its per-sample gradients are gone. Ask before changing it, or give the model a copy."
@@ -244,7 +253,7 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
             )
         if len(factors) > 1:
             factors[:] = [join(factors)]
-            self._versions += [(name, t, t._version) for t in factors[0].tensors()]
+            self._versions[name] += [(t, t._version) for t in factors[0].tensors()]
         return factors[0]
 
 
@@ -258,6 +267,10 @@ def capture(
     params: Iterable[str] | None = None,
     exclude: Iterable[str] = (),
     verify: bool = True,
+    keep: str = "gradients",
+    memory: str | int | float | None = None,
+    plan: Mapping[str, str] | None = None,
+    rates: Rates | None = None,
 ) -> Grads:
     """The per-sample gradients of whatever forward and backward of `model` run inside the block.
 
@@ -277,6 +290,12 @@ def capture(
     `params`, `exclude`: names or patterns ("layers.*.bias") of the parameters to capture, and of those to leave to
     ordinary autograd.
     `verify`: check the first call of its kind against two samples run alone, at about the cost of one more step.
+    `keep`: "norms" takes the norms of each parameter as backward passes it and lets everything else go: norms then are the
+    only question, at about the memory of plain training.
+    `memory`: how much may be built beside what backward leaves, "4GiB", bytes, or a fraction of the device's memory:
+    gradients that make answers quicker are then kept. Without it nothing is kept that is larger than what it is made of.
+    `plan`: routes pinned by name or pattern, {"layers.*.weight": "gram"}; see `Grads.plan`.
+    `rates`: what the device does in a second, for the plan; measured once a process if None.
     """
     return Grads(
         model,
@@ -287,6 +306,10 @@ def capture(
         params=params,
         exclude=exclude,
         verify=verify,
+        keep=keep,
+        memory=memory,
+        plan=plan,
+        rates=rates,
     )
 
 

@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 24
-"""Temporaries of queries are built for so many samples at once that they stay below this many elements (64 MiB in float32)."""
+from samplewise.plan import CHUNK_BYTES, Use
 
 
 def wide(t: Tensor) -> Tensor:
     """`t` in the dtype that sums are accumulated in: float32 for half precision, otherwise its own."""
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+
+
+CHUNK_ELEMENTS = 1 << 24
+"""What is built for all samples, rows of a weight or pairs of samples, is built for so many at once that it stays below this."""
 
 
 def fitting(elements: int) -> int:
@@ -23,6 +26,12 @@ def fitting(elements: int) -> int:
 def flat(t: Tensor) -> Tensor:
     """`t` as [B, everything else]."""
     return t.flatten(1) if t.ndim > 1 else t.unsqueeze(1)
+
+
+def sq_lengths(t: Tensor) -> Tensor:
+    """n with n[b] = sum |t[b]|², shape [B], in float32 or better; no square is stored."""
+    rows = flat(t)
+    return torch.linalg.vector_norm(rows, dim=1, dtype=wide(rows[:0]).dtype).square()
 
 
 def squares(t: Tensor) -> Tensor:
@@ -68,9 +77,15 @@ class Factor(ABC):
         """How many elements the largest temporary for one sample has."""
         return max(1, torch.Size(self.shape).numel())
 
-    def chunks(self) -> Iterator[tuple[slice, "Factor"]]:
+    def num_at_once(self, elements: int, max_bytes: int | None = None) -> int:
+        """How many samples are worked on at once if each takes temporaries of so many elements."""
+        t = self.tensors()[-1]
+        limit = CHUNK_BYTES.get(t.device.type, CHUNK_BYTES["cuda"])
+        return max(1, min(limit, max_bytes or limit) // (max(4, t.element_size()) * max(1, elements)))
+
+    def chunks(self, max_bytes: int | None = None) -> Iterator[tuple[slice, "Factor"]]:
         """The factor cut into runs of samples whose temporaries stay small."""
-        step = max(1, CHUNK_ELEMENTS // self.elements_per_sample())
+        step = self.num_at_once(self.elements_per_sample(), max_bytes)
         if step >= self.num_samples:
             yield slice(0, self.num_samples), self
             return
@@ -78,9 +93,19 @@ class Factor(ABC):
             part = slice(start, min(start + step, self.num_samples))
             yield part, self.select(part)
 
-    def sq_norms(self) -> Tensor:
-        """n with n[b] = sum |G[b]|², shape [B], in float32 or better."""
-        parts = [flat(squares(part.materialize())).sum(1) for _, part in self.chunks()]
+    def use(self) -> Use | None:
+        """The shapes that a plan weighs routes by; None for a factor that has no choice."""
+        return None
+
+    def built(self) -> "Factor":
+        """The factor with its gradients there, in float32 or better."""
+        from samplewise.factors.dense import Dense
+
+        return Dense(wide(self.materialize()))
+
+    def sq_norms(self, route: str | None = None) -> Tensor:
+        """n with n[b] = sum |G[b]|², shape [B], in float32 or better; `route` is one of `plan.ROUTES`, for factors with a choice."""
+        parts = [sq_lengths(part.materialize()) for _, part in self.chunks()]
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
     def weighted_sum(self, w_B: Tensor) -> Tensor:

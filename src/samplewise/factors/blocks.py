@@ -24,8 +24,8 @@ class Blocks(Factor):
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(t for block in self.blocks for t in block.tensors())
 
-    def sq_norms(self) -> Tensor:
-        return reduce(torch.add, (block.sq_norms() for block in self.blocks))
+    def sq_norms(self, route: str | None = None) -> Tensor:
+        return reduce(torch.add, (block.sq_norms(route) for block in self.blocks))
 
     def weighted_sum(self, w_B: Tensor) -> Tensor:
         return torch.stack([block.weighted_sum(w_B) for block in self.blocks])

@@ -1,14 +1,14 @@
 """Gradients that are already there as [B, *shape]: biases, norm scales, broadcasts."""
 
-import torch
 from torch import Tensor
 
-from samplewise.factors.base import Factor, wide
+from samplewise.factors.base import Factor, flat, sq_lengths, wide
 
 
 class Dense(Factor):
     """G itself.
 
+    >>> import torch
     >>> Dense(torch.tensor([[3.0, 4.0], [0.0, 1.0]])).sq_norms().tolist()
     [25.0, 1.0]
     """
@@ -32,8 +32,12 @@ class Dense(Factor):
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.G,)
 
+    def sq_norms(self, route: str | None = None) -> Tensor:
+        return sq_lengths(self.G)
+
     def weighted_sum(self, w_B: Tensor) -> Tensor:
-        return torch.tensordot(w_B.to(wide(self.G[:0]).dtype), wide(self.G), dims=1)
+        G = wide(self.G)
+        return (w_B.to(G.dtype) @ flat(G)).reshape(self.shape)
 
     def joined(self, other: Factor) -> "Dense | None":
         return Dense(wide(self.G) + wide(other.G)) if isinstance(other, Dense) else None

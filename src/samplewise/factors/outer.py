@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from samplewise.factors.base import Factor, arrange, fitting, mended, squares, wide
+from samplewise.factors.base import Factor, arrange, fitting, mended, sq_lengths, squares, wide
+from samplewise.plan import TILE, Use, norm_route
 
 
 class Outer(Factor):
@@ -49,16 +50,30 @@ class Outer(Factor):
 
     def elements_per_sample(self) -> int:
         (_, T, G, I), O = self.a.shape, self.g.shape[-1]
-        return max(1, G * (2 * T * T if self._gram_is_cheaper() else O * I), T * G * max(I, O))
+        return max(1, G * O * I, T * G * max(I, O))
 
-    def sq_norms(self) -> Tensor:
+    def use(self) -> Use:
+        (B, T, G, I), O = self.a.shape, self.g.shape[-1]
+        held = sum(t.numel() * t.element_size() for t in self.tensors())
+        return Use(B, T, G, I, O, self.g.element_size(), held)
+
+    def built(self) -> Factor:
+        from samplewise.factors.dense import Dense
+
+        return Dense(arrange(self._product(wide(self.a), wide(self.g)), self.sizes, self.order, self.shape))
+
+    def sq_norms(self, route: str | None = None) -> Tensor:
         if self.a.shape[1] == 1:  # one position: |g ⊗ a|² = |g|² |a|²
             return (squares(self.a).sum(-1) * squares(self.g).sum(-1)).sum((1, 2))
-        if not self._gram_is_cheaper():
+        if (route or norm_route(self.use())) != "gram":
             return self._direct_sq_norms()
-        norms = torch.cat([self._gram_sq_norms(wide(part.a), wide(part.g)) for part in self._parts()])
+        (_, T, G, I), O = self.a.shape, self.g.shape[-1]
+        copied = T * G * (I + O) if self.g.element_size() < 4 else 0
+        step = self.num_at_once(2 * G * min(T, TILE) ** 2 + copied)
+        starts = range(0, max(1, self.num_samples), step)
+        parts = [_gram_sq_norms(wide(self.a[b : b + step]), wide(self.g[b : b + step])) for b in starts]
+        norms, terms = (torch.cat(column) for column in zip(*parts, strict=True))
         # Positions that cancel leave the rounding of large terms behind: those samples are taken directly.
-        terms = (squares(self.a).sum(-1) * squares(self.g).sum(-1)).sqrt().sum(1).square().sum(1)
         return mended(norms, terms, lambda doubtful: self.select(doubtful)._direct_sq_norms())
 
     def weighted_sum(self, w_B: Tensor) -> Tensor:
@@ -170,22 +185,26 @@ class Outer(Factor):
     def _parts(self) -> Iterator["Outer"]:
         return (part for _, part in self.chunks() if isinstance(part, Outer))
 
-    def _gram_is_cheaper(self) -> bool:
-        # By FLOPs, per sample and group: two T×T Gram matrices against one O×I product.
-        (_, T, _, I), O = self.a.shape, self.g.shape[-1]
-        return T * (I + O) < I * O
-
-    @staticmethod
-    def _gram_sq_norms(a: Tensor, g: Tensor) -> Tensor:
-        """Re sum_{s,t} <a_t, a_s> conj<g_t, g_s>, for each sample and group."""
-        a, g = a.transpose(1, 2), g.transpose(1, 2)  # [B, G, T, ·]
-        grams = (a @ a.mH) * (g @ g.mH).conj()
-        return (grams.real if grams.is_complex() else grams).sum((1, 2, 3))
-
     def _direct_sq_norms(self) -> Tensor:
-        return torch.cat([squares(self._product(wide(p.a), wide(p.g))).sum((1, 2, 3)) for p in self._parts()])
+        return torch.cat([sq_lengths(self._product(wide(part.a), wide(part.g))) for part in self._parts()])
 
     @staticmethod
     def _product(a: Tensor, g: Tensor) -> Tensor:
         """[B, G, O, I]"""
         return g.permute(0, 2, 3, 1) @ a.conj().transpose(1, 2)
+
+
+def _gram_sq_norms(a_BTGI: Tensor, g_BTGO: Tensor) -> tuple[Tensor, Tensor]:
+    """(n, m) with n[b] = Re sum_{s,t} <a_t, a_s> conj<g_t, g_s>, and m[b] = (sum_t |a_t| |g_t|)², which bounds it."""
+    a, g = a_BTGI.transpose(1, 2), g_BTGO.transpose(1, 2)  # [B, G, T, ·]
+    norms = lengths = a.real.new_zeros(a.shape[:2])
+    for i in range(0, a.shape[2], TILE):
+        for j in range(i, a.shape[2], TILE):
+            of_a = a[:, :, i : i + TILE] @ a[:, :, j : j + TILE].mH
+            of_g = g[:, :, i : i + TILE] @ g[:, :, j : j + TILE].mH
+            if i == j:
+                squared = of_a.diagonal(dim1=2, dim2=3).real * of_g.diagonal(dim1=2, dim2=3).real
+                lengths = lengths + squared.sqrt().sum(2)
+            products = of_a.mul_(of_g.conj()).real.sum((2, 3))
+            norms = norms + (products if i == j else 2 * products)
+    return norms.sum(1), lengths.square().sum(1)

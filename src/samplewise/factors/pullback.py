@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from samplewise.factors.base import Factor
+from samplewise.plan import Use
 
 
 class Pullback(Factor):
@@ -31,6 +32,12 @@ class Pullback(Factor):
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.derived.tensors()
+
+    def use(self) -> Use | None:
+        return self.derived.use()
+
+    def built(self) -> "Pullback":
+        return Pullback(self.derived.built(), self.edge, self.parameter, self.dtype)
 
     def elements_per_sample(self) -> int:
         return max(super().elements_per_sample(), self.derived.elements_per_sample())

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from samplewise.factors.base import CHUNK_ELEMENTS, Factor, squares, wide
+from samplewise.factors.base import Factor, squares, wide
 
 
 class Rows(Factor):
@@ -31,7 +31,7 @@ class Rows(Factor):
     def tensors(self) -> tuple[Tensor, ...]:
         return self.ids, self.g
 
-    def sq_norms(self) -> Tensor:
+    def sq_norms(self, route: str | None = None) -> Tensor:
         samples, _, sums = self._segments()
         norms = squares(sums).sum(1)
         return norms.new_zeros(self.num_samples).index_add_(0, samples, norms)
@@ -50,7 +50,7 @@ class Rows(Factor):
             return super().inner(other)
         a, z = wide(other.a[:, :, 0]), other.g[:, :, 0]  # [B, S, D], [B, S, V]
         out = []
-        step = max(1, CHUNK_ELEMENTS // max(1, z.shape[1] * self.ids.shape[1]))
+        step = self.num_at_once(z.shape[1] * self.ids.shape[1])
         for start in range(0, self.num_samples, step):
             part = slice(start, start + step)
             ids = self.ids[part].unsqueeze(1).expand(-1, z.shape[1], -1)

@@ -28,9 +28,9 @@ class Total(Factor):
     def elements_per_sample(self) -> int:
         return max(part.elements_per_sample() for part in self.parts)
 
-    def sq_norms(self) -> Tensor:
+    def sq_norms(self, route: str | None = None) -> Tensor:
         """sum_i |G_i|² + 2 sum_{i<j} <G_i, G_j>."""
-        terms = total = reduce(torch.add, (part.sq_norms() for part in self.parts))
+        terms = total = reduce(torch.add, (part.sq_norms(route) for part in self.parts))
         for j, later in enumerate(self.parts):
             for earlier in self.parts[:j]:
                 total = total + 2 * earlier.inner(later)

@@ -35,7 +35,7 @@ def layer_norm(
     y, mean, rstd = torch.native_layer_norm(input, list(normalized_shape), meeting.plain(weight), meeting.plain(bias), eps)
 
     def scale(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Dense:
-        return Dense(rows((wide(x) - mean) * rstd * wide(g)).sum(1))
+        return Dense(rows((wide(x) - mean).mul_(rstd).mul_(g)).sum(1))
 
     meeting.use(weight, scale, keep=(input, mean, rstd))
     meeting.use(bias, lambda g: Dense(rows(wide(g)).sum(1)))
@@ -108,9 +108,10 @@ def group_norm(
     )
 
     def scale(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Dense:
-        grouped = wide(x).reshape(x.shape[0], num_groups, -1)
-        normalised = ((grouped - mean.unsqueeze(2)) * rstd.unsqueeze(2)).reshape(x.shape)
-        return per_channel(normalised * wide(g), images)
+        centred = wide(x).reshape(x.shape[0], num_groups, -1) - mean.unsqueeze(2)
+        # rstd is one number a group, so it can wait until space is summed over
+        summed = centred.reshape(*x.shape[:2], -1).mul_(g.reshape(*x.shape[:2], -1)).sum(2)
+        return Dense(images((summed.reshape(*mean.shape, -1) * rstd.unsqueeze(2)).reshape(summed.shape)).sum(1))
 
     meeting.use(weight, scale, keep=(input, mean.detach(), rstd.detach()))
     meeting.use(bias, lambda g: per_channel(wide(g), images))
@@ -164,7 +165,7 @@ def instance_norm(
 
     def scale(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Dense:
         shape = (N, C, *[1] * (x.ndim - 2))
-        return per_channel((wide(x) - mean.reshape(shape)) * rstd.reshape(shape) * wide(g), images)
+        return per_channel((wide(x) - mean.reshape(shape)).mul_(rstd.reshape(shape)).mul_(g), images)
 
     meeting.use(weight, scale, keep=(input, mean.detach(), rstd.detach()))
     return y.reshape(input.shape)

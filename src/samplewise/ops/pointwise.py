@@ -22,7 +22,7 @@ def pointwise(meeting: Meeting) -> Any:
     So one rule serves `x + pos`, `x * gamma`, `where`, `lerp`, `maximum` and every other elementwise op.
     """
     tensors = [a for a in (*meeting.args, *meeting.kwargs.values()) if isinstance(a, Tensor)]
-    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    shape = torch.broadcast_tensors(*tensors)[0].shape  # torch.broadcast_shapes would import sympy: 40 MB
     layout = common_layout(meeting, tensors, len(shape))
     if layout is None:
         return NotImplemented

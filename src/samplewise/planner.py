@@ -1,0 +1,87 @@
+"""The plan of one capture: which route each use takes, within the memory that the capture may take."""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from samplewise.factors.base import Factor
+from samplewise.plan import ROUTES, Choice, Rates, Use, choose, measured_rates, num_bytes
+
+
+class Planner:
+    """Chooses a route for each use as it comes, and remembers what it chose.
+
+    `memory` bounds what is built beside a and g: half for gradients that are kept although a and g are smaller, a quarter
+    for the temporaries of a query. Without it nothing is kept that is larger than a and g.
+    """
+
+    def __init__(self, memory: str | int | float | None, pins: Mapping[str, str] | None, rates: Rates | None, device: str):
+        self.pins, self.rates, self.device = dict(pins or {}), rates, device
+        for pattern, route in self.pins.items():
+            if route not in ROUTES:
+                raise ValueError(f"plan={{{pattern!r}: {route!r}}} names no route; there are {', '.join(ROUTES)}")
+        self.memory = None if memory is None else num_bytes(memory, device)
+        self._spare = 0 if self.memory is None else self.memory // 2
+        self._chunk_bytes = None if self.memory is None else max(1, self.memory // 4)
+        self._choices: dict[str, Choice] = {}
+
+    def settled(self, name: str, factor: Factor) -> Factor:
+        """The factor, or its gradients in its place if they are to be built and kept."""
+        use = factor.use()
+        if use is None:
+            return factor
+        choice = self._choose(name, use)
+        if choice.route != "build":
+            return factor
+        if not choice.is_pinned:
+            self._spare -= max(0, use.built - use.held)
+        return factor.built()
+
+    def sq_norms(self, name: str, factor: Factor) -> Tensor:
+        """What the factor's `sq_norms` gives, by the planned route and within the budget."""
+        route = self._norm_route(name, factor)
+        if self.memory is None or factor.num_samples == 0:
+            return factor.sq_norms(route)
+        return torch.cat([part.sq_norms(route) for _, part in factor.chunks(self._chunk_bytes)])
+
+    def weighted_sum(self, factor: Factor, w_B: Tensor) -> Tensor:
+        """What the factor's `weighted_sum` gives, within the budget."""
+        if self.memory is None:
+            return factor.weighted_sum(w_B)
+        return reduce(torch.add, (part.weighted_sum(w_B[samples]) for samples, part in factor.chunks(self._chunk_bytes)))
+
+    def _norm_route(self, name: str, factor: Factor) -> str | None:
+        """By which route a factor that was not built gives its norms."""
+        use = factor.use()
+        if use is None:
+            return None
+        choice = self._choices.get(name)
+        if choice is None or choice.use != use:  # joined of several uses, or a selection of samples
+            choice = self._choose(name, use)
+        costs = choice.costs
+        return choice.route if choice.route != "build" else min(("gram", "direct"), key=lambda r: costs[r].seconds)
+
+    def table(self) -> str:
+        """A row a use: its shapes, the route taken, and FLOPs, bytes held and predicted time of every route."""
+        rows = [["parameter", "B", "T", "weight", "route", *(f"{r}: GFLOP, MB held, ms" for r in ROUTES)]]
+        for name, choice in self._choices.items():
+            use = choice.use
+            weight = f"{use.O}x{use.I}" if use.G == 1 else f"{use.G}x{use.O}x{use.I}"
+            costs = [choice.costs[r] for r in ROUTES]
+            weighed = [f"{c.flops / 1e9:.3f}, {c.held / 1e6:.1f}, {c.seconds * 1e3:.2f}" for c in costs]
+            rows.append([name, str(use.B), str(use.T), weight, choice.route + "*" * choice.is_pinned, *weighed])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+    def _choose(self, name: str, use: Use) -> Choice:
+        pinned = next((route for pattern, route in self.pins.items() if fnmatchcase(name, pattern)), None)
+        rates = self.rates or measured_rates(self.device)
+        self._choices[name] = choose(use, rates, spare=self._spare, pinned=pinned)
+        return self._choices[name]
+
+
+def device_of(parameters: Mapping[str, Tensor]) -> str:
+    return next((str(p.device) for p in parameters.values()), "cpu")

@@ -1,0 +1,183 @@
+"""Every route gives the same numbers; the plan keeps its budget and takes the quicker way."""
+
+import random
+
+import pytest
+import torch
+from cases import ALL, CASES, Case
+from torch import nn
+
+import samplewise as sw
+from samplewise.errors import SamplewiseError
+from samplewise.factors import outer
+from samplewise.factors.outer import Outer
+from samplewise.plan import ROUTES, Choice, Rates, Use, choose, costs, measured_rates, num_bytes
+from samplewise.testing import oracle, relative_error, run_capture
+
+TOLERANCE = 1e-9  # float64, sums of at most a few thousand terms
+RATES = Rates(small=1e11, large=2e11, memory=1e10)
+
+
+def answers_match(case: Case, **options) -> None:
+    model, batch, loss_fn = case.build()
+    truth = oracle(model, loss_fn, *batch, batch_dim=case.batch_dim)
+    grads = run_capture(model, loss_fn, *batch, **case.options, verify=False, **options)
+    norms = torch.cat([G.reshape(len(G), -1) for G in truth.values()], 1).norm(dim=1).real
+    assert relative_error(grads.norms(), norms) < TOLERANCE
+    bound = norms.median().item() or 1.0
+    w = (bound / norms).clamp(max=1)
+    for name, G in grads.clipped_sum(max_norm=bound).items():
+        assert relative_error(G, torch.tensordot(w.to(truth[name].dtype), truth[name], dims=1)) < TOLERANCE, name
+    for name, G in grads.materialize().items():
+        assert relative_error(G, truth[name]) < TOLERANCE, name
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("case", ALL)
+def test_every_route_gives_the_oracles_numbers(case, route, monkeypatch):
+    monkeypatch.setattr(outer, "TILE", 2)  # so that Gram matrices of few positions have several tiles too
+    answers_match(case, plan={"*": route})
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in CASES[::7]])
+def test_random_budgets_give_the_same_numbers(case):
+    rng = random.Random(case.name)
+    for _ in range(10):
+        answers_match(case, memory=round(2 ** rng.uniform(3, 22)))
+
+
+def test_tiles_of_the_gram_matrix_add_up():
+    a, g = torch.randn(2, 1100, 1, 40), torch.randn(2, 1100, 1, 50)
+    factor = Outer(a.double(), g.double(), sizes=(50, 40), order=(0, 1), shape=(50, 40))
+    assert torch.allclose(factor.sq_norms("gram"), factor.sq_norms("direct"), rtol=1e-12)
+
+
+@pytest.mark.parametrize("T", [8, 1100])
+def test_norms_that_cancel_are_exact_by_tiles_too(T):
+    """Positions come in pairs of opposite sign but for the last, so that all but one thousandth cancels."""
+    a, g = torch.randn(3, T, 1, 8), torch.randn(3, T, 1, 8)
+    a[:, 1::2], g[:, 1::2] = a[:, ::2], -g[:, ::2]
+    g[:, -1] *= 1 + 1e-4
+    factor = Outer(a, g, sizes=(8, 8), order=(0, 1), shape=(8, 8))
+    exact = Outer(a.double(), g.double(), sizes=(8, 8), order=(0, 1), shape=(8, 8)).sq_norms("direct")
+    assert torch.allclose(factor.sq_norms("gram").double(), exact, rtol=1e-2)
+
+
+def use(B=16, T=128, I=256, O=256, **more) -> Use:
+    return Use(B, T, 1, I, O, 4, B * T * (I + O) * 4, **more)
+
+
+def test_few_positions_take_the_gram_and_many_are_built():
+    routes = [choose(use(T=T), RATES).route for T in (1, 16, 128, 1024, 4096)]
+    assert routes == ["gram", "gram", "build", "build", "build"]
+
+
+def test_nothing_larger_than_the_factor_is_kept_without_spare_memory():
+    for T in (1, 8, 64, 512):
+        for O in (16, 256, 4096):
+            chosen = choose(use(T=T, O=O), RATES)
+            assert chosen.costs[chosen.route].held <= chosen.use.held
+
+
+def test_spare_memory_is_spent_where_it_saves_time():
+    narrow = use(T=200, I=512, O=512)
+    assert choose(narrow, RATES).route == "gram"
+    assert choose(narrow, Rates(1e11, 2e11, 1e12), spare=narrow.built).route == "build"
+
+
+def test_costs_grow_no_faster_than_the_better_route():
+    """From T to 2T the chosen route's predicted time at most doubles, once T is past where the Gram route wins."""
+    seconds = {T: min(cost.seconds for cost in costs(use(T=T), RATES).values()) for T in (256, 512, 1024, 2048, 4096)}
+    assert all(seconds[2 * T] <= 2.1 * seconds[T] for T in (256, 512, 1024, 2048))
+
+
+def test_other_lengths_get_another_plan():
+    model = nn.Linear(16, 16, bias=False)
+    routes = []
+    for T in (2, 64):
+        x = torch.randn(3, T, 16)
+        grads = run_capture(model, lambda model, x: model(x).square().sum((1, 2)), x, rates=RATES)
+        grads.norms()
+        routes.append(grads.plan().splitlines()[1].split()[4])
+    assert routes == ["gram", "build"]
+
+
+def test_the_plan_prints_what_it_weighed():
+    model = nn.Linear(16, 8)
+    x = torch.randn(3, 64, 16)
+    grads = run_capture(model, lambda model, x: model(x).square().sum((1, 2)), x, plan={"weight": "direct"})
+    header, row = grads.plan().splitlines()
+    assert header.split()[:5] == ["parameter", "B", "T", "weight", "route"]
+    assert row.split()[:5] == ["weight", "3", "64", "8x16", "direct*"]
+
+
+def test_pins_and_budgets_are_checked():
+    with pytest.raises(ValueError, match="names no route; there are gram, direct, build"):
+        sw.capture(nn.Linear(2, 2), plan={"*": "ghost"})
+    with pytest.raises(ValueError, match='memory is like "4GiB"'):
+        sw.capture(nn.Linear(2, 2), memory="lots")
+    assert num_bytes("2KB", "cpu") == 2000
+    assert 0 < num_bytes(0.5, "cpu") < num_bytes(0.9, "cpu")
+
+
+def test_rates_are_measured_once():
+    rates = measured_rates("cpu")
+    assert rates is measured_rates("cpu")
+    assert min(rates.small, rates.large, rates.memory) > 1e7
+    assert isinstance(choose(use(), rates), Choice)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"padding": 1},
+        {"stride": 2, "padding": 2},
+        {"dilation": 2},
+        {"groups": 2, "padding": "same"},
+        {"groups": 16},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rows_per_sample", [1, 2])
+def test_samples_as_groups_of_one_convolution(options, rows_per_sample):
+    """In float32 on the CPU the gradients of all samples come from one convolution."""
+    model = nn.Conv2d(16, 32, 3, **options)
+    x = torch.randn(3 * rows_per_sample, 16, 24, 24)
+    ids = torch.arange(3).repeat_interleave(rows_per_sample)
+    with sw.capture(model, sample_ids=ids, plan={"*": "build"}) as grads:
+        grads.backward(model(x).square().mean((1, 2, 3)))
+    model = model.double()
+    with sw.capture(model, sample_ids=ids, plan={"*": "direct"}) as exact:
+        exact.backward(model(x.double()).square().mean((1, 2, 3)))
+    assert relative_error(grads["weight"].materialize(), exact["weight"].materialize()) < 1e-5  # float32
+    assert relative_error(grads.norms(), exact.norms()) < 1e-5
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_norms_taken_as_backward_passes_are_the_oracles(case):
+    model, batch, loss_fn = case.build()
+    truth = oracle(model, loss_fn, *batch, batch_dim=case.batch_dim)
+    grads = run_capture(model, loss_fn, *batch, **case.options, verify=False, keep="norms")
+    for name, G in truth.items():
+        assert relative_error(grads[name].norms(), G.reshape(len(G), -1).norm(dim=1).real) < TOLERANCE, name
+
+
+def test_nothing_but_norms_is_kept_if_so_asked():
+    model = nn.Linear(16, 8)
+    grads = run_capture(model, lambda model, x: model(x).sum((1, 2)), torch.randn(3, 64, 16), keep="norms")
+    assert sum(t.numel() for use in grads._factors.values() for factor in use for t in factor.tensors()) == 6
+    with pytest.raises(SamplewiseError, match="norms are all that was kept"):
+        grads.clipped_sum(max_norm=1.0)
+    with pytest.raises(ValueError, match='keep is "gradients" or "norms"'):
+        sw.capture(model, keep="sums")
+
+
+def test_a_second_backward_after_norms_were_taken_is_refused():
+    model = nn.Linear(16, 8)
+    with sw.capture(model, keep="norms") as grads:
+        losses = model(torch.randn(3, 16)).sum(1)
+        losses.sum().backward(retain_graph=True)
+        with pytest.raises(SamplewiseError, match="norms do not add up"):
+            losses.sum().backward()
+    assert grads.norms().shape == (3,)
