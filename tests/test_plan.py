@@ -169,7 +169,7 @@ def test_nothing_but_norms_is_kept_if_so_asked():
     assert sum(t.numel() for use in grads._factors.values() for factor in use for t in factor.tensors()) == 6
     with pytest.raises(SamplewiseError, match="norms are all that was kept"):
         grads.clipped_sum(max_norm=1.0)
-    with pytest.raises(ValueError, match='keep is "gradients" or "norms"'):
+    with pytest.raises(ValueError, match='keep is "gradients", "norms" or "graph"'):
         sw.capture(model, keep="sums")
 
 
@@ -181,3 +181,35 @@ def test_a_second_backward_after_norms_were_taken_is_refused():
         with pytest.raises(SamplewiseError, match="norms do not add up"):
             losses.sum().backward()
     assert grads.norms().shape == (3,)
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_a_second_backward_gives_the_oracles_sums(case):
+    model, batch, loss_fn = case.build()
+    truth = oracle(model, loss_fn, *batch, batch_dim=case.batch_dim)
+    norms = torch.stack([G.reshape(len(G), -1).norm(dim=1).real for G in truth.values()]).norm(dim=0)
+    bound = norms.median().item() or 1.0
+    w = (bound / norms).clamp(max=1)
+    with sw.capture(model, **case.options, verify=False, keep="graph") as grads:
+        grads.backward(loss_fn(model, *batch))
+        clipped, total = grads.clipped_sum(max_norm=bound), grads.sum()
+    largest = max(G.abs().max().item() for G in truth.values())
+    for name, G in truth.items():
+        if G.abs().max() < 1e-9 * largest:
+            continue  # zero but for rounding, which weights inside of backward change
+        assert relative_error(clipped[name], torch.tensordot(w.to(G.dtype), G, dims=1)) < TOLERANCE, name
+        assert relative_error(total[name], G.sum(0)) < TOLERANCE, name
+
+
+def test_a_second_backward_leaves_out_what_is_not_finite():
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double(), torch.randn(3, 4, dtype=torch.float64)
+    x[1, 0] = torch.nan
+    with sw.capture(model, keep="graph") as grads:
+        grads.backward(model(x).squeeze(1))
+        clipped = grads.clipped_sum(max_norm=0.1)
+    finite = run_capture(model, lambda model, x: model(x).squeeze(1), x[[0, 2]]).clipped_sum(max_norm=0.1)
+    for name, G in finite.items():
+        assert relative_error(clipped[name], G) < TOLERANCE
+    with pytest.raises(SamplewiseError, match="inside the block"):
+        grads.clipped_sum(max_norm=0.1)
+    assert all(p.grad is None for p in model.parameters())

@@ -22,6 +22,7 @@ from samplewise.losses import check_loss
 from samplewise.plan import Rates
 from samplewise.planner import Planner, device_of
 from samplewise.samples import Layout, Lost, Mark, Marks, Mixed
+from samplewise.second import SecondPass
 from samplewise.sight import close_eyes, open_eyes
 from samplewise.tap import Note, Targets
 from samplewise.watching import Watch
@@ -51,8 +52,8 @@ class Capture:
             raise TypeError(f"capture takes an nn.Module, got {type(model).__name__}")
         if loss_reduction not in ("sum", "mean"):
             raise ValueError(f'loss_reduction is "sum" or "mean", got {loss_reduction!r}')
-        if keep not in ("gradients", "norms"):
-            raise ValueError(f'keep is "gradients" or "norms", got {keep!r}')
+        if keep not in ("gradients", "norms", "graph"):
+            raise ValueError(f'keep is "gradients", "norms" or "graph", got {keep!r}')
         self._modules = list(model.modules())
         if any(isinstance(module, torch.jit.ScriptModule) for module in self._modules):
             scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
@@ -94,6 +95,9 @@ class Capture:
         """How the uses of each parameter were understood."""
         self._versions: dict[str, list[tuple[Tensor, int]]] = {}
         self._scale: float | None = None
+        self._losses: Tensor | None = None
+        """What a second backward starts from."""
+        self._second: SecondPass | None = None
         self._intercept: Intercept | None = None
         self._handles: list[Any] = []
         self._outermost: nn.Module | None = None
@@ -124,6 +128,7 @@ class Capture:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         assert self._intercept is not None
         self._intercept.__exit__(kind, error, trace)
+        self._losses = None
         self._intercept = None  # it holds this capture, and what that holds should be freed without a search for cycles
         self._is_open = False
         self._let_go()
@@ -297,7 +302,9 @@ class Capture:
                 "sum what belongs to one sample."
             )
         self._set_scale(1.0)
-        losses.sum().backward()
+        losses.sum().backward(retain_graph=self.keep == "graph")
+        if self.keep == "graph":
+            self._losses = losses
 
     def check_losses(self, losses: list[tuple[Tensor, Mark | None]]) -> None:
         """Raises if a value that backward starts from is not made of separate samples, or not as `loss_reduction` says."""
@@ -319,6 +326,9 @@ class Capture:
             raise UnattributedError(
                 "backward ran after the capture block had ended. Call it inside: with capture(model) as grads: ..."
             )
+        if self._second is not None:
+            self._second.take(targets, factor)
+            return
         if self._scale is None:
             self._set_scale(float(self.batch_size or 0) if self.loss_reduction == "mean" else 1.0)
         for name, pull in targets:
@@ -326,10 +336,11 @@ class Capture:
             if uses and isinstance(uses[0], Norms):
                 raise SamplewiseError(
                     f"another gradient of {name!r} came after its norms had been taken (a second backward, or a reentrant "
-                    'checkpoint?), and norms do not add up. Leave out keep="norms".'
+                    f'checkpoint?), and norms do not add up. Leave out keep="{self.keep}".'
                 )
-            uses.append(factor_of_root if self.keep == "norms" else self._planner.settled(name, factor_of_root))
-            if self.keep == "norms" and len(uses) == len(self.notes[name]):  # every use that forward saw
+            keeps_norms = self.keep != "gradients"
+            uses.append(factor_of_root if keeps_norms else self._planner.settled(name, factor_of_root))
+            if keeps_norms and len(uses) == len(self.notes[name]):  # every use that forward saw
                 whole = join(uses)
                 uses[:] = [Norms(self._planner.sq_norms(name, whole), shape=whole.shape)]
             self._versions[name] = [(t, t._version) for use in uses for t in use.tensors()]

@@ -16,6 +16,7 @@ from samplewise.factors.total import join
 from samplewise.parameter import ParameterGrads, kept, runs
 from samplewise.plan import Rates
 from samplewise.projections import Projector, projector_of
+from samplewise.second import SecondPass
 
 LossFn = Callable[..., Tensor]
 """(model, *batch) → one loss a sample, shape [B]."""
@@ -113,6 +114,8 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
     def weighted_sum(self, w: Tensor) -> dict[str, Tensor]:
         """{name: sum_b w[b] G[b]}, each like its parameter; a sample with w[b] = 0 is left out, even if it is NaN."""
         keep, w = kept(w, self.batch_size)
+        if self.keep == "graph":
+            return self._by_second_backward(keep, w)
         return {name: self[name]._weighted_sum(keep, w) for name in self}
 
     def clipped_sum(self, *, max_norm: float | Mapping[str, float], groups: Groups | None = None) -> dict[str, Tensor]:
@@ -176,6 +179,8 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
 
     def sum(self) -> dict[str, Tensor]:
         """{name: sum_b G[b]}, each like its parameter: what `.grad` would be."""
+        if self.keep == "graph":
+            return self.weighted_sum(torch.ones(self.batch_size or 0))
         return {name: self[name].sum() for name in self}
 
     def second_moment(self) -> dict[str, Tensor]:
@@ -209,6 +214,31 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
     def dots_with_sum(self, samples: Tensor | None = None) -> Tensor:
         """d with d[b] = <gradient of sample b, sum of these samples, or all>, shape [B], in float32 or better."""
         return self._added([self[name].dots_with_sum(samples) for name in self])
+
+    def _by_second_backward(self, keep: Tensor | None, w: Tensor) -> dict[str, Tensor]:
+        """The weighted sum from a backward of the weighted losses, which brings each use's share and lets it go."""
+        losses = self._losses
+        if losses is None:
+            raise SamplewiseError(
+                'with keep="graph" weighted sums are taken by a second backward: ask inside the block, after grads.backward(losses).'
+            )
+        self._second = second = SecondPass(keep)
+        try:
+            if len(w):
+                samples = torch.arange(self.batch_size or 0, device=w.device) if keep is None else keep
+                w_B = w.new_zeros(self.batch_size or 0).index_copy(0, samples, w)
+                by_row = losses.shape != w_B.shape and self.sample_ids is not None
+                w_rows = (w_B[self.sample_ids.to(w.device)] if by_row else w_B).to(losses.device)  # type: ignore[union-attr]
+                counted = w_rows.nonzero().squeeze(1)
+                (losses[counted] * w_rows[counted]).sum().backward(retain_graph=True)
+        finally:
+            self._second = None
+        sums = {name: second.sums.get(name) for name in self}
+        return {
+            n: torch.zeros_like(p) if (s := sums[n]) is None else s.to(p.dtype)
+            for n, p in self.parameters.items()
+            if n in sums
+        }
 
     def _weighted_by_group(self, groups: Groups, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A sample that is without a weight in one group is left out of all."""
@@ -291,7 +321,8 @@ def capture(
     ordinary autograd.
     `verify`: check the first call of its kind against two samples run alone, at about the cost of one more step.
     `keep`: "norms" takes the norms of each parameter as backward passes it and lets everything else go: norms then are the
-    only question, at about the memory of plain training.
+    only question, at about the memory of plain training. "graph" does so too and keeps autograd's graph: weighted and clipped
+    sums of the whole model, asked inside the block, run backward a second time.
     `memory`: how much may be built beside what backward leaves, "4GiB", bytes, or a fraction of the device's memory:
     gradients that make answers quicker are then kept. Without it nothing is kept that is larger than what it is made of.
     `plan`: routes pinned by name or pattern, {"layers.*.weight": "gram"}; see `Grads.plan`.

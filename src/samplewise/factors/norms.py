@@ -30,6 +30,6 @@ class Norms(Factor):
 
     def materialize(self) -> NoReturn:
         raise SamplewiseError(
-            'norms are all that was kept of these gradients, as capture(model, keep="norms") asked. Leave keep= out to ask for '
-            "anything else."
+            "norms are all that was kept of these gradients, as capture(model, keep=...) asked. Leave keep= out to ask for anything "
+            'else; keep="graph" answers weighted and clipped sums of the whole model too, inside the block.'
         )

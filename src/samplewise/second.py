@@ -1,0 +1,25 @@
+"""A second backward: weighted sums of gradients of which the first one left norms alone."""
+
+import torch
+from torch import Tensor
+
+from samplewise.factors.base import Factor
+from samplewise.tap import Targets
+
+
+class SecondPass:
+    """Adds up the gradients of the samples that count, use by use, as a backward of weighted losses brings them."""
+
+    def __init__(self, samples: Tensor | None):
+        """`samples` count, or all of them: what is not finite is left out by selection."""
+        self.samples = samples
+        self.sums: dict[str, Tensor] = {}
+
+    def take(self, targets: Targets, factor: Factor) -> None:
+        for name, pull in targets:
+            part = pull(factor)
+            device = part.tensors()[0].device
+            if self.samples is not None:
+                part = part.select(self.samples.to(device))
+            total = part.weighted_sum(torch.ones(part.num_samples, dtype=torch.float64, device=device))
+            self.sums[name] = self.sums[name] + total if name in self.sums else total
