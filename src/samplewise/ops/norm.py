@@ -11,6 +11,7 @@ from samplewise.factors.base import wide
 from samplewise.factors.dense import Dense
 from samplewise.ops.pointwise import spread_sum
 from samplewise.ops.registry import Meeting, rule
+from samplewise.plan import CHUNK_BYTES
 from samplewise.samples import Fold
 
 
@@ -108,10 +109,16 @@ def group_norm(
     )
 
     def scale(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Dense:
-        centred = wide(x).reshape(x.shape[0], num_groups, -1) - mean.unsqueeze(2)
+        x, g = x.reshape(*x.shape[:2], -1), g.reshape(*g.shape[:2], -1)
+        # A few images at a time: on the CPU, memory that is mapped anew for all of them costs more than the arithmetic.
+        step = max(1, CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"]) // (4 * max(1, x[0].numel())))
+        parts = []
+        for x_n, g_n, mean_n in zip(x.split(step), g.split(step), mean.split(step), strict=True):
+            centred = wide(x_n).reshape(len(x_n), num_groups, -1) - mean_n.unsqueeze(2)
+            parts.append(centred.reshape(x_n.shape).mul_(g_n).sum(2))
         # rstd is one number a group, so it can wait until space is summed over
-        summed = centred.reshape(*x.shape[:2], -1).mul_(g.reshape(*x.shape[:2], -1)).sum(2)
-        return Dense(images((summed.reshape(*mean.shape, -1) * rstd.unsqueeze(2)).reshape(summed.shape)).sum(1))
+        summed = torch.cat(parts).reshape(*mean.shape, -1) * rstd.unsqueeze(2)
+        return Dense(images(summed.reshape(x.shape[:2])).sum(1))
 
     meeting.use(weight, scale, keep=(input, mean.detach(), rstd.detach()))
     meeting.use(bias, lambda g: per_channel(wide(g), images))
