@@ -140,7 +140,7 @@ def test_a_tied_table_is_not_built_to_be_compared():
     with LargestResult(largest):
         K = grads.gram()
     assert max(largest) < 4e7  # one table in all, for all samples
-    assert relative_error(K.diagonal(), grads.sq_norms().double()) < 1e-6
+    assert relative_error(K.diagonal(), grads.sq_norms().double()) < 1e-5  # float32, summed in another order
 
 
 class LargestResult(torch.utils._python_dispatch.TorchDispatchMode):
