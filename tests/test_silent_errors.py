@@ -1,4 +1,4 @@
-"""What other systems get wrong without a word (FIELD.md §3 and §4), and what a hunt found here: right, or refused in words."""
+"""What other systems get wrong without a word, and what a hunt found here: right, or refused in words."""
 
 import copy
 import threading
@@ -110,7 +110,7 @@ def residual(s, x):
     return F.relu(h, inplace=True)
 
 
-# --- FIELD.md §3 and §4: wrong, missing or refused elsewhere, right here -------------------------------------------------
+# --- wrong, missing or refused elsewhere, right here -------------------------------------------------
 
 RIGHT = {
     # wrong without a word in ExpandedWeights
@@ -315,7 +315,7 @@ def test_hooks_on_modules_run_and_change_nothing():
         assert relative_error(grads[name].materialize(), G) < TOLERANCE
 
 
-# --- FIELD.md §3 and §4: samples that mix, and uses that are not seen -----------------------------------------------------
+# --- samples that mix, and uses that are not seen -----------------------------------------------------
 
 
 def written(change):
