@@ -45,7 +45,7 @@ class Row:
     how: str
     layout: str
     error: float
-    """‖captured - true‖ / ‖true‖ of the worst sample checked."""
+    """‖captured - true‖ / (‖true‖ + 0.01 ‖largest true gradient of the model‖) of the worst sample checked."""
     is_right: bool
 
 
@@ -283,8 +283,8 @@ def _compared(
         for (name, G), T in zip(own.items(), truth, strict=True):
             T = torch.zeros_like(G) if T is None else share * (T.to_dense() if T.is_sparse else T)
             off, norm = float((G - T).norm()), float(T.norm())
-            errors[name] = max(errors[name], off / (norm or 1.0))
             # a gradient that is zero but for rounding is compared with the others
+            errors[name] = max(errors[name], off / (norm + 1e-2 * overall or 1.0))
             right[name] = (
                 right[name] and off <= (HALF_SUMS if allowed == HALF else allowed) * norm + 1e-2 * allowed * overall
             )
