@@ -33,6 +33,16 @@ def LABELS_OF(x):  # noqa: N802
     return (x[:, 0] > 0).long() + 0
 
 
+def overwritten(z, i):
+    z[i] = 0
+    return z
+
+
+def added_to(z, i):
+    z[i] += 1
+    return z
+
+
 def hooked(z: Tensor, hook) -> Tensor:
     z.register_hook(hook)
     return z
@@ -81,6 +91,8 @@ LOSSES = {
     "one row of all samples": lambda g, z, x: F.pairwise_distance(z[:, 0], TARGETS),
     "load balancing": lambda g, z, x: (z.mean(0) * F.one_hot(z.argmax(1), 4).double().mean(0)).sum(),
     "columns picked by all labels": lambda g, z, x: z[:, LABELS_OF(x)].square().sum(),
+    "rows of others overwritten": lambda g, z, x: overwritten(z.clone(), LABELS_OF(x)).square().sum(),
+    "rows of others added to": lambda g, z, x: added_to(z.clone(), LABELS_OF(x)).square().sum(),
     "histogram of the batch": lambda g, z, x: (z * torch.zeros_like(z).index_add(0, LABELS_OF(x), torch.ones_like(z))).sum(),
     "gradient given that mixes": lambda g, z, x: _with_gradient(z, z.detach().softmax(0)),
 }  # fmt: skip

@@ -137,7 +137,7 @@ def _selected_by_data(call: Call) -> Mark:
     dim = dim % max(1, source.ndim)
     shape = [1] * call.out.ndim
     shape[dim] = -1
-    parts = [layouts[id(index)].ids.reshape(shape)] if _picks(call, index, layouts) else []
+    parts = [layouts[id(index)].ids.reshape(shape)] if id(index) in layouts else []
     if id(source) in layouts:
         ids = layouts[id(source)].ids
         parts.append(ids if ids.shape[dim] == 1 else ids.index_select(dim, index.cpu()))
@@ -155,38 +155,15 @@ def indexed(call: Call) -> Mark:
         ids = ids.expand([*source.shape[:consumed], *ids.shape[consumed:]])
         parts.append(compressed(ids[index]))
     pickers = given if isinstance(given, tuple) else (given,)
-    if any(_picks(call, i, layouts) for i in pickers):
-        of_pickers = _samples_of_pickers(call, pickers, layouts)
+    if any(id(i) in layouts for i in pickers):
+        of_pickers = _samples_of_pickers(call, pickers, layouts, call.out.ndim)
         if of_pickers is None:
             return Lost(call.name)
         parts.append(of_pickers)
     return merged(call, parts)
 
 
-def _picks(call: Call, index: Any, layouts: dict[int, Layout]) -> bool:
-    """Whether what the index picks is of the index's samples. Integers made of integers may tell where rows of data go."""
-    source = layouts.get(id(call.args[0]))
-    if id(index) not in layouts or source is None or not layouts[id(index)].discrete:
-        return id(index) in layouts
-    return not (dims_indexed(call.name, index, call.args) & set(source.dims))
-
-
-def dims_indexed(name: str, index: Tensor, args: tuple) -> set[int]:
-    """The dimensions of the first argument along which the op picks or places by this index."""
-    ndim = args[0].ndim
-    if name not in ("getitem", "setitem", "index_put"):
-        dims = [a for a in args[1:] if isinstance(a, int) and not isinstance(a, bool)]
-        return {dims[0] % max(1, ndim)} if dims else {0}
-    parts = args[1] if isinstance(args[1], list | tuple) else (args[1],)
-    d = 0
-    for part in parts:
-        if part is index:
-            return set(range(d, d + _consumed(part)))
-        d += ndim - sum(map(_consumed, parts)) if part is Ellipsis else _consumed(part)
-    return set()
-
-
-def _samples_of_pickers(call: Call, pickers: tuple, layouts: dict[int, Layout]) -> Tensor | None:
+def _samples_of_pickers(call: Call, pickers: tuple, layouts: dict[int, Layout], ndim: int) -> Tensor | None:
     """The samples of the elements that data picks; None for an index that is not one run of tensors behind full slices."""
     lead = next(k for k, i in enumerate(pickers) if not (isinstance(i, slice) and i == slice(None)))
     run = list(takewhile(lambda i: isinstance(i, Tensor), pickers[lead:]))
@@ -198,22 +175,32 @@ def _samples_of_pickers(call: Call, pickers: tuple, layouts: dict[int, Layout]) 
     elif any(i.dtype == torch.bool for i in run):
         return None
     else:
-        ndim = max(i.ndim for i in run)
-        met = merged(call, [aligned(layouts[id(i)].ids, ndim) for i in run if id(i) in layouts])
+        widest = max(i.ndim for i in run)
+        met = merged(call, [aligned(layouts[id(i)].ids, widest) for i in run if id(i) in layouts])
         if not isinstance(met, Layout):
             return None
         ids = met.ids
-    return ids.reshape([1] * lead + list(ids.shape) + [1] * (call.out.ndim - lead - ids.ndim))
+    return ids.reshape([1] * lead + list(ids.shape) + [1] * (ndim - lead - ids.ndim))
 
 
 def written(call: Call, before: Layout | None) -> Mark:
     """x[index] = value: the ids of the value are written into those of x."""
     target, value = call.args[0], call.args[2]
-    of_value = next((mark for t, mark in call.marks if t is value), None)
+    layouts = {id(t): mark for t, mark in call.marks if isinstance(mark, Layout) and t is not target}
+    of_value = layouts.pop(id(value), None) if isinstance(value, Tensor) else None
+    index, consumed = spelt_index(call.args[1], target.ndim)
+    pickers = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+    if before is not None and any(id(i) in layouts for i in pickers):  # what is written where is up to who picks the place
+        picked = before.ids.expand(target.shape)[index]
+        of_pickers = _samples_of_pickers(call, pickers, layouts, picked.ndim)
+        if of_pickers is None:
+            return call.mixed()
+        if not target.is_floating_point() and not target.is_complex() and of_value is None:
+            of_value = Layout(of_pickers, before.num_samples)  # a table of places: inverse[order] = arange(n)
+        elif not isinstance(merged(call, [picked, of_pickers]), Layout):
+            return call.mixed()
     if of_value is None:
         return before or Lost(call.name)
-    assert isinstance(of_value, Layout)
-    index, consumed = spelt_index(call.args[1], target.ndim)
     ids = torch.full([1] * target.ndim, NO_SAMPLE, device="cpu") if before is None else before.ids
     if any(d >= consumed for d in range(target.ndim) if ids.shape[d] != 1):
         consumed = target.ndim
@@ -284,7 +271,7 @@ def gathered(call: Call) -> Mark:
         return Lost(call.name)
     layouts = {id(t): mark for t, mark in call.marks if isinstance(mark, Layout)}
     dim = dim % max(1, source.ndim)
-    parts = [layouts[id(index)].ids] if _picks(call, index, layouts) else []  # along the other dimensions the two line up
+    parts = [layouts[id(index)].ids] if id(index) in layouts else []  # along the other dimensions the two line up
     if id(source) in layouts:
         ids = layouts[id(source)].ids
         for d in range(source.ndim):
