@@ -58,42 +58,40 @@ class Mixing(Projector):
 
 
 @dataclass(frozen=True)
-class Rademacher(Mixing):
+class Filled(Mixing):
+    """A projection without zeros, made by rows of `entries`."""
+
+    dim: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_dim(self.dim)
+
+    def add(self, out_BK: Tensor, G_BN: Tensor, elements_N: Tensor, keys: tuple[int, int]) -> None:
+        out_BK += G_BN @ self.entries(elements_N, keys).to(G_BN.dtype)
+
+    @abstractmethod
+    def entries(self, elements_N: Tensor, keys: tuple[int, int]) -> Tensor:
+        """These rows of the projection, [N, dim], in float32."""
+
+
+@dataclass(frozen=True)
+class Rademacher(Filled):
     """Entries ±1/√dim.
 
     >>> Rademacher(4, seed=1).entries(torch.arange(2), hash_keys(1, "weight")).tolist()
     [[0.5, -0.5, -0.5, 0.5], [0.5, -0.5, 0.5, 0.5]]
     """
 
-    dim: int
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        _check_dim(self.dim)
-
-    def add(self, out_BK: Tensor, G_BN: Tensor, elements_N: Tensor, keys: tuple[int, int]) -> None:
-        out_BK += G_BN @ self.entries(elements_N, keys).to(G_BN.dtype)
-
     def entries(self, elements_N: Tensor, keys: tuple[int, int]) -> Tensor:
-        """These rows of the projection, [N, dim], in float32."""
         return signs(elements_N, keys, self.dim) * self.dim**-0.5
 
 
 @dataclass(frozen=True)
-class Gaussian(Mixing):
+class Gaussian(Filled):
     """Entries N(0, 1/dim), each one of 65,536 quantiles."""
 
-    dim: int
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        _check_dim(self.dim)
-
-    def add(self, out_BK: Tensor, G_BN: Tensor, elements_N: Tensor, keys: tuple[int, int]) -> None:
-        out_BK += G_BN @ self.entries(elements_N, keys).to(G_BN.dtype)
-
     def entries(self, elements_N: Tensor, keys: tuple[int, int]) -> Tensor:
-        """These rows of the projection, [N, dim], in float32."""
         which = hashes(elements_N, keys, num_words=-(-self.dim // 4)).view(torch.int16).int() + (1 << 15)
         normal = quantiles().to(which.device).index_select(0, which.flatten()).view(which.shape)
         return normal[:, : self.dim] * self.dim**-0.5
