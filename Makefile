@@ -26,6 +26,7 @@ bench: .venv/bench
 	$(BIN)/python benchmarks/recurrent.py
 	$(BIN)/python benchmarks/routes.py
 	$(BIN)/python benchmarks/norms_memory.py
+	$(BIN)/python benchmarks/first_use.py
 
 coverage: .venv/dev .venv/bench
 	$(BIN)/python benchmarks/coverage.py
