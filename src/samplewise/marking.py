@@ -9,6 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from samplewise.flow import Call, Several, flow, is_in_place, tensors_in, written
 from samplewise.samples import Layout, Lost, Mark, Marks, has_memory
 from samplewise.tap import Recorder
+from samplewise.tracing import untraced
 
 
 class Marking:
@@ -88,6 +89,7 @@ class Marking:
         return mark
 
 
+@untraced
 def _layout_of_base(view: Tensor, mark: Mark) -> Layout | None:
     """The layout that a tensor of constants gets when data is written through a view of it that spans all its samples.
 
@@ -107,5 +109,6 @@ def _layout_of_base(view: Tensor, mark: Mark) -> Layout | None:
     return Layout(mark.ids.reshape(shape), mark.num_samples)
 
 
+@untraced
 def same_samples(mark: Mark | None, other: Mark | None) -> bool:
     return isinstance(mark, Layout) and isinstance(other, Layout) and torch.equal(mark.ids, other.ids)

@@ -9,6 +9,7 @@ from samplewise.answers import Answers
 from samplewise.factors.base import Factor, squares
 from samplewise.planner import Planner
 from samplewise.projections import Projector, projector_of
+from samplewise.tracing import doubt, is_tracing
 
 
 class ParameterGrads(Answers[Tensor]):
@@ -127,6 +128,9 @@ def kept(w: Tensor, num_samples: int | None) -> tuple[Tensor | None, Tensor]:
     if w.shape != (num_samples,):
         raise ValueError(f"one weight a sample: expected shape ({num_samples},), got {tuple(w.shape)}")
     w = w.to(torch.promote_types(w.dtype, torch.float32))
+    if is_tracing():
+        doubt((w == 0).any())
+        return None, w
     keep = w.nonzero().squeeze(1)
     return (None, w) if len(keep) == len(w) else (keep, w[keep])
 

@@ -10,6 +10,8 @@ from functools import cache, lru_cache
 
 import torch
 
+from samplewise.tracing import untraced
+
 ROUTES = ("gram", "direct", "build")
 """gram: norms from the T×T products of positions, in tiles. direct: gradients of a few samples at a time, squared and dropped.
 build: all gradients once, as backward brings g; they replace a and g, and every later answer is one pass over them."""
@@ -46,8 +48,8 @@ class Use:
 
     @property
     def built(self) -> int:
-        """Bytes of the gradients of all samples, in float32 or better."""
-        return self.B * self.G * self.O * self.I * max(4, self.itemsize)
+        """Bytes of the gradients of all samples, kept as a and g are."""
+        return self.B * self.G * self.O * self.I * self.itemsize
 
 
 @dataclass(frozen=True)
@@ -146,8 +148,9 @@ def norm_route(use: Use) -> str:
 
 
 @cache
-def measured_rates(device: str) -> Rates:
-    """What this device does in float32, in which norms and sums are taken, measured once a process in about 30 ms."""
+@untraced
+def measured_rates(device: str, dtype: torch.dtype = torch.float32) -> Rates:
+    """What this device does in products of this dtype, measured once a process in about 30 ms."""
 
     def best(run) -> float:
         times = []
@@ -160,15 +163,16 @@ def measured_rates(device: str) -> Rates:
         return min(times)
 
     def product(num: int, rows: int, inner: int) -> float:
-        a, out = torch.ones(num, rows, inner, device=device), torch.empty(num, rows, rows, device=device)
+        a = torch.ones(num, rows, inner, device=device, dtype=dtype)
+        out = torch.empty(num, rows, rows, device=device, dtype=dtype)
         return 2 * num * rows * inner * rows / best(lambda: torch.bmm(a, a.mT, out=out))
 
     is_cpu = torch.device(device).type == "cpu"
     num, one = 1 << (20 if is_cpu else 26), torch.ones(1, device=device)
     source, copy = torch.ones(num, device=device), torch.empty(num, device=device)
     return Rates(
-        small=product(64 if is_cpu else 1024, 16, 256),
-        large=product(1 if is_cpu else 32, 512, 512),
+        small=product(64 if is_cpu else 4096, 16, 256),
+        large=product(1 if is_cpu else 256, 512, 512),
         memory=8 * num / best(lambda: copy.copy_(source)),
         fresh=4 * num / best(lambda: torch.zeros(num, device=device).add_(0)) if is_cpu else math.inf,
         latency=best(lambda: one + one),

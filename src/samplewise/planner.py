@@ -1,6 +1,7 @@
 """The plan of one capture: which route each use takes, within the memory that the capture may take."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import reduce
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from samplewise.factors.base import Factor
 from samplewise.plan import ROUTES, Choice, Rates, Use, choose, measured_rates, num_bytes
+from samplewise.tracing import is_tracing
 
 
 class Planner:
@@ -78,7 +80,10 @@ class Planner:
 
     def _choose(self, name: str, use: Use) -> Choice:
         pinned = next((route for pattern, route in self.pins.items() if fnmatchcase(name, pattern)), None)
-        rates = self.rates or measured_rates(self.device)
+        is_half = use.itemsize < 4 and not self.device.startswith("cpu")  # the CPU takes them as float32
+        rates = self.rates or measured_rates(self.device, torch.bfloat16 if is_half else torch.float32)
+        if is_tracing():
+            rates = replace(rates, latency=0.0)  # a compiled op does not pass through Python
         self._choices[name] = choose(use, rates, spare=self._spare, pinned=pinned)
         return self._choices[name]
 

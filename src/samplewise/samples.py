@@ -9,7 +9,10 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from samplewise.tracing import untraced
 
 NO_SAMPLE = -1
 """The id of elements that belong to no sample (rows of a constant in a `torch.cat` with data)."""
@@ -35,6 +38,7 @@ class Layout:
 
     @classmethod
     @lru_cache(maxsize=64)  # one object for all steps, with what it knows about itself
+    @untraced
     def along(cls, dim: int, *, ndim: int, num_samples: int) -> "Layout":
         shape = [1] * ndim
         shape[dim] = num_samples
@@ -53,16 +57,19 @@ class Layout:
         return f"{self.num_samples} samples along [{', '.join(sizes)}]" if self.dims else "one sample"
 
     @cached_property
+    @untraced
     def has_strays(self) -> bool:
         """Whether some elements belong to no sample."""
         return bool((self.ids == NO_SAMPLE).any())
 
     @cached_property
+    @untraced
     def is_even(self) -> bool:
         """Whether every sample has as many elements as any other."""
         counts = torch.bincount(self.ids.flatten() + 1, minlength=self.num_samples + 1)
         return int(counts[0]) == 0 and bool((counts[1:] == counts[-1]).all())
 
+    @untraced
     def derived(self, key: Any, ids: Callable[[], Tensor]) -> "Layout":
         """The layout with these other ids, made once for the key, which tells how they come from the ids of this one."""
         if key not in self._derived:
@@ -77,6 +84,7 @@ class Layout:
     def _folds(self) -> dict[int, "Fold"]:
         return {}
 
+    @untraced
     def fold(self, features: int) -> "Fold":
         """How a tensor with this layout is brought into the form [B, T, *features], `features` counting its last dims."""
         if features not in self._folds:
@@ -137,6 +145,7 @@ class Fold:
         out[sample, slot] = rows[order]
         return out
 
+    @untraced
     def _slots(self, lead: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor, int]:
         """Row `order[i]` goes to position `slot[i]` of sample `sample[i]`; rows of no sample are left out."""
         if (lead, device) not in self._known_slots:
@@ -239,4 +248,6 @@ def has_memory(t: Tensor) -> bool:
 
 
 def _memory(t: Tensor) -> Any:
+    if isinstance(t, FakeTensor):
+        return t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype
     return t.data_ptr(), t.shape, t.stride(), t.dtype

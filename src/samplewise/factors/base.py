@@ -7,11 +7,24 @@ import torch
 from torch import Tensor
 
 from samplewise.plan import CHUNK_BYTES, Use
+from samplewise.tracing import doubt, is_tracing
 
 
 def wide(t: Tensor) -> Tensor:
     """`t` in the dtype that sums are accumulated in: float32 for half precision, otherwise its own."""
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+
+
+def wide_product(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y for [..., n, k] and [..., k, m], accumulated and given in float32 or better.
+
+    On a GPU half precision goes through its tensor cores as it is: a product of two such numbers is exact in float32.
+    """
+    if not (x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)):
+        return wide(x) @ wide(y)
+    lead = x.shape[:-2]
+    product = torch.bmm(x.flatten(0, -3), y.flatten(0, -3), out_dtype=torch.float32)
+    return product.reshape(*lead, *product.shape[1:])
 
 
 CHUNK_ELEMENTS = 1 << 24
@@ -45,7 +58,11 @@ def mended(sq_norms: Tensor, terms: Tensor, exactly: Callable[[Tensor], Tensor])
     A sum that cancels down to a thousandth of its terms has lost three digits, down to 1e-7 of them all digits, in
     float32; too low a norm would break a privacy bound.
     """
-    doubtful = (sq_norms < 1e-3 * terms).nonzero().squeeze(1)
+    is_doubtful = sq_norms < 1e-3 * terms
+    if is_tracing():
+        doubt(is_doubtful.any())
+        return sq_norms
+    doubtful = is_doubtful.nonzero().squeeze(1)
     if len(doubtful):
         sq_norms = sq_norms.index_copy(0, doubtful, exactly(doubtful).to(sq_norms.dtype))
     return sq_norms
@@ -98,10 +115,10 @@ class Factor(ABC):
         return None
 
     def built(self) -> "Factor":
-        """The factor with its gradients there, in float32 or better."""
+        """The factor with its gradients there, in the dtype of the op as a and g are."""
         from samplewise.factors.dense import Dense
 
-        return Dense(wide(self.materialize()))
+        return Dense(self.materialize())
 
     def sq_norms(self, route: str | None = None) -> Tensor:
         """n with n[b] = sum |G[b]|², shape [B], in float32 or better; `route` is one of `plan.ROUTES`, for factors with a choice."""

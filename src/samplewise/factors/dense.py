@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from samplewise.factors.base import Factor, flat, sq_lengths, wide
+from samplewise.tracing import is_tracing
 
 
 class Dense(Factor):
@@ -36,6 +37,8 @@ class Dense(Factor):
         return sq_lengths(self.G)
 
     def weighted_sum(self, w_B: Tensor) -> Tensor:
+        if is_tracing():  # one pass, whatever the dtype
+            return (w_B.reshape(-1, *[1] * len(self.shape)) * self.G).sum(0)
         G = wide(self.G)
         return (w_B.to(G.dtype) @ flat(G)).reshape(self.shape)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from samplewise.factors.base import Factor, arrange, fitting, mended, sq_lengths, squares, wide
+from samplewise.factors.base import Factor, arrange, fitting, mended, sq_lengths, squares, wide, wide_product
 from samplewise.plan import TILE, Use, norm_route
 
 
@@ -57,33 +57,29 @@ class Outer(Factor):
         held = sum(t.numel() * t.element_size() for t in self.tensors())
         return Use(B, T, G, I, O, self.g.element_size(), held)
 
-    def built(self) -> Factor:
-        from samplewise.factors.dense import Dense
-
-        return Dense(arrange(self._product(wide(self.a), wide(self.g)), self.sizes, self.order, self.shape))
-
     def sq_norms(self, route: str | None = None) -> Tensor:
         if self.a.shape[1] == 1:  # one position: |g ⊗ a|² = |g|² |a|²
             return (squares(self.a).sum(-1) * squares(self.g).sum(-1)).sum((1, 2))
         if (route or norm_route(self.use())) != "gram":
             return self._direct_sq_norms()
         (_, T, G, I), O = self.a.shape, self.g.shape[-1]
-        copied = T * G * (I + O) if self.g.element_size() < 4 else 0
+        copied = T * G * (I + O) if self.g.element_size() < 4 and not self.g.is_cuda else 0
         step = self.num_at_once(2 * G * min(T, TILE) ** 2 + copied)
         starts = range(0, max(1, self.num_samples), step)
-        parts = [_gram_sq_norms(wide(self.a[b : b + step]), wide(self.g[b : b + step])) for b in starts]
+        parts = [_gram_sq_norms(self.a[b : b + step], self.g[b : b + step]) for b in starts]
         norms, terms = (torch.cat(column) for column in zip(*parts, strict=True))
         # Positions that cancel leave the rounding of large terms behind: those samples are taken directly.
         return mended(norms, terms, lambda doubtful: self.select(doubtful)._direct_sq_norms())
 
     def weighted_sum(self, w_B: Tensor) -> Tensor:
-        a, g = wide(self.a), wide(self.g)
-        w = w_B.to(g.real.dtype).reshape(-1, 1, 1, 1)
-        a, g = (a * w, g) if a.shape[-1] < g.shape[-1] else (a, g * w)
+        a, g = (self.a, self.g) if self.g.is_cuda else (wide(self.a), wide(self.g))
+        w = w_B.to(wide(g[:0]).real.dtype).reshape(-1, 1, 1, 1)
+        a, g = ((a * w).to(a.dtype), g) if a.shape[-1] < g.shape[-1] else (a, (g * w).to(g.dtype))
         if g.stride(0) < g.stride(1):  # sequence first, as in recurrent layers: einsum need not copy it
             a, g = a.transpose(0, 1), g.transpose(0, 1)
-        product = torch.einsum("btgo,btgi->goi", g, a.conj())
-        return arrange(product.unsqueeze(0), self.sizes, self.order, self.shape)[0]
+        if self._is_turned():
+            return torch.einsum("bti,bto->io", a[:, :, 0].conj(), g[:, :, 0])
+        return self._arranged(torch.einsum("btgo,btgi->goi", g, a.conj()))
 
     def dots(self, direction: Tensor) -> Tensor:
         """sum_t <g_t, direction · a_t>: one product with the direction, no gradient built."""
@@ -106,7 +102,7 @@ class Outer(Factor):
         return super().arranged(sizes, order, shape)
 
     def materialize_wide(self) -> Tensor:
-        return arrange(self._product(wide(self.a), wide(self.g)), self.sizes, self.order, self.shape)
+        return arrange(self._wide_product(), self.sizes, self.order, self.shape)
 
     def band(self, rows: Tensor) -> "Outer | None":
         O = self.g.shape[-1]
@@ -186,7 +182,11 @@ class Outer(Factor):
         return (part for _, part in self.chunks() if isinstance(part, Outer))
 
     def _direct_sq_norms(self) -> Tensor:
-        return torch.cat([sq_lengths(self._product(wide(part.a), wide(part.g))) for part in self._parts()])
+        return torch.cat([sq_lengths(part._wide_product()) for part in self._parts()])
+
+    def _wide_product(self) -> Tensor:
+        """[B, G, O, I] in float32 or better."""
+        return wide_product(self.g.permute(0, 2, 3, 1), self.a.conj().transpose(1, 2))
 
     @staticmethod
     def _product(a: Tensor, g: Tensor) -> Tensor:
@@ -197,11 +197,11 @@ class Outer(Factor):
 def _gram_sq_norms(a_BTGI: Tensor, g_BTGO: Tensor) -> tuple[Tensor, Tensor]:
     """(n, m) with n[b] = Re sum_{s,t} <a_t, a_s> conj<g_t, g_s>, and m[b] = (sum_t |a_t| |g_t|)², which bounds it."""
     a, g = a_BTGI.transpose(1, 2), g_BTGO.transpose(1, 2)  # [B, G, T, ·]
-    norms = lengths = a.real.new_zeros(a.shape[:2])
+    norms = lengths = wide(a[:0]).real.new_zeros(a.shape[:2])
     for i in range(0, a.shape[2], TILE):
         for j in range(i, a.shape[2], TILE):
-            of_a = a[:, :, i : i + TILE] @ a[:, :, j : j + TILE].mH
-            of_g = g[:, :, i : i + TILE] @ g[:, :, j : j + TILE].mH
+            of_a = wide_product(a[:, :, i : i + TILE], a[:, :, j : j + TILE].mH)
+            of_g = wide_product(g[:, :, i : i + TILE], g[:, :, j : j + TILE].mH)
             if i == j:
                 squared = of_a.diagonal(dim1=2, dim2=3).real * of_g.diagonal(dim1=2, dim2=3).real
                 lengths = lengths + squared.sqrt().sum(2)

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samplewise.factors.base import Factor, flat, wide
-from samplewise.factors.dense import Dense
 from samplewise.factors.outer import Outer
 from samplewise.plan import Use, norm_route
 
@@ -42,9 +41,6 @@ class Patches(Factor):
             return self._materialize_as_groups()
         parts = [part.outer().materialize() for _, part in self.chunks() if isinstance(part, Patches)]
         return torch.cat(parts) if len(parts) != 1 else parts[0]
-
-    def built(self) -> Factor:
-        return Dense(Patches(wide(self.x), wide(self.g), self.geometry).materialize())
 
     def use(self) -> Use:
         O, I, *kernel = self.shape

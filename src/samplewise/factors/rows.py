@@ -32,9 +32,8 @@ class Rows(Factor):
         return self.ids, self.g
 
     def sq_norms(self, route: str | None = None) -> Tensor:
-        samples, _, sums = self._segments()
-        norms = squares(sums).sum(1)
-        return norms.new_zeros(self.num_samples).index_add_(0, samples, norms)
+        _, _, sums = self._segments()
+        return squares(sums).sum((1, 2))
 
     def weighted_sum(self, w_B: Tensor) -> Tensor:
         g = wide(self.g)
@@ -81,10 +80,12 @@ class Rows(Factor):
 
     def square_sum(self, center: Tensor | None = None) -> Tensor:
         """Rows that a sample did not look up are |0 - center|², counted and not built."""
-        _, rows, sums = self._segments()
+        rows, is_used, sums = self._segments()
         center = sums.new_zeros(self.shape) if center is None else center.to(sums.dtype)
-        total = squares(center) * (self.num_samples - rows.bincount(minlength=self.shape[0])).unsqueeze(1)
-        return total.index_add_(0, rows, squares(sums - center[rows]))
+        num_users = squares(center).new_zeros(self.shape[0]).index_add_(0, rows.flatten(), is_used.flatten().to(squares(center)))
+        total = squares(center) * (self.num_samples - num_users).unsqueeze(1)
+        own = torch.where(is_used.unsqueeze(2), squares(sums - center[rows]), 0)
+        return total.index_add_(0, rows.flatten(), own.flatten(0, 1))
 
     def two_sided(self, left_OK: Tensor | None, right_IK: Tensor | None) -> Tensor:
         """sum_t left[ids_t] ⊗ rightᵀ g_t."""
@@ -95,9 +96,14 @@ class Rows(Factor):
         return left_OK.to(g.dtype)[self.ids].mT @ g
 
     def _segments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The sample, the row and the gradient of each segment: a row of a sample, however often the sample looks it up."""
-        sample, V = torch.arange(self.num_samples, device=self.ids.device).unsqueeze(1), max(1, self.shape[0])
-        segments, segment_of = torch.unique((self.ids + sample * V).flatten(), return_inverse=True)
-        sums = self.g.new_zeros(len(segments), self.shape[1], dtype=wide(self.g[:0]).dtype)
-        sums.index_add_(0, segment_of, wide(self.g).flatten(0, 1))
-        return segments // V, segments % V, sums
+        """(rows, is_used, sums): the row [B, T] and the gradient [B, T, D] of each segment.
+
+        A segment is a row that a sample looks up, however often: at most T a sample. What is left over is zero and not used.
+        """
+        ids, order = self.ids.sort(1)
+        begins = torch.cat([torch.ones_like(ids[:, :1]), (ids[:, 1:] != ids[:, :-1]).to(ids.dtype)], 1)
+        segment_of = torch.zeros_like(ids).scatter_(1, order, begins.cumsum(1) - 1)
+        rows = torch.zeros_like(ids).scatter_(1, segment_of, self.ids)
+        is_used = torch.zeros_like(ids, dtype=torch.bool).scatter_(1, segment_of, True)
+        sums = self.g.new_zeros(self.g.shape, dtype=wide(self.g[:0]).dtype)
+        return rows, is_used, sums.scatter_add_(1, segment_of.unsqueeze(2).expand(self.g.shape), wide(self.g))

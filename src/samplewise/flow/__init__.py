@@ -71,6 +71,7 @@ from samplewise.flow.moves import (
 )
 from samplewise.flow.probe import probed
 from samplewise.samples import NO_SAMPLE, Layout, Lost, Mark, Mixed
+from samplewise.tracing import untraced
 
 __all__ = [
     "ELEMENTWISE",
@@ -122,6 +123,7 @@ def moves(name: str) -> bool:
     return HANDLERS.get(name) in MOVES
 
 
+@untraced
 def flow(call: Call) -> Mark | Several | None:
     """The mark of the call's results; remembered where it does not depend on values, as layers and steps repeat."""
     key = _key(call)

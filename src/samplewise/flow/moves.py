@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from samplewise.flow.call import Call, Several, aligned, compressed, merged
 from samplewise.samples import NO_SAMPLE, Layout, Lost, Mark
+from samplewise.tracing import untraced
 
 SPLITS = {"hsplit": 1, "vsplit": 0, "dsplit": 2}
 DIM_IS_SECOND = {"chunk", "split", "split_with_sizes", "tensor_split", "roll", "repeat_interleave"}
@@ -183,6 +184,7 @@ def _samples_of_pickers(call: Call, pickers: tuple, layouts: dict[int, Layout], 
     return ids.reshape([1] * lead + list(ids.shape) + [1] * (ndim - lead - ids.ndim))
 
 
+@untraced
 def written(call: Call, before: Layout | None) -> Mark:
     """x[index] = value: the ids of the value are written into those of x."""
     target, value = call.args[0], call.args[2]

@@ -14,6 +14,7 @@ from samplewise.flow import is_torchs
 from samplewise.ops.registry import Meeting
 from samplewise.samples import Layout
 from samplewise.saving import kept_as_is
+from samplewise.tracing import doubt, is_tracing
 
 COARSE = 0.02
 """How far somebody's own backward may be from itself, relative to its largest entry: half precision inside is no error."""
@@ -85,7 +86,7 @@ class GenericFactor:
 
     def __call__(self, g: Tensor, *data: Tensor) -> Dense:
         B, ids = self.result_layout.num_samples, self.result_layout.ids.to(g.device)
-        if all(bool(t.isfinite().all()) for t in (g, *data)):
+        if self._are_finite(g, *data):
             rows = [self._vjp(self.edge, self.stand_in, torch.where(ids == b, g, 0)) for b in range(B)]
             if not is_torchs(self.func) and rows:
                 self._refuse_other_sum(g, rows)
@@ -93,6 +94,18 @@ class GenericFactor:
         else:  # left out by selection: what is not finite would pass through a product with zero
             rows = [self._alone(b, g, data) for b in range(B)]
         return Dense(torch.stack(rows) if rows else self.stand_in.new_zeros(0, *self.stand_in.shape))
+
+    def _are_finite(self, *tensors: Tensor) -> bool:
+        finite = [t.isfinite().all() for t in tensors]
+        if not is_tracing():
+            return all(map(bool, finite))
+        if not is_torchs(self.func):
+            raise UnattributedError(
+                f"{self.func.__name__} meets a parameter and is somebody's own: whether its backward keeps samples apart is "
+                "checked on values, which a step that is traced does not have. Take the step op by op: compile=False."
+            )
+        doubt(~torch.stack(finite).all())
+        return True
 
     def _alone(self, b: int, g: Tensor, data: tuple[Tensor, ...]) -> Tensor:
         """The op once more on the rows of sample b."""
