@@ -57,6 +57,8 @@ def config(a_BTI: Tensor, g_BTO: Tensor) -> Config:
 
 def launch(a_BTI: Tensor, g_BTO: Tensor, cut: Config) -> tuple[Tensor, Tensor]:
     """(n, m) by the kernels below, cut as told."""
+    dtype = torch.promote_types(a_BTI.dtype, g_BTO.dtype)
+    a_BTI, g_BTO = a_BTI.to(dtype), g_BTO.to(dtype)
     (B, T, I), O = a_BTI.shape, g_BTO.shape[2]
     num_tiles = -(-T // cut.block_t)
     P = num_tiles * (num_tiles + 1) // 2
@@ -70,10 +72,13 @@ def launch(a_BTI: Tensor, g_BTO: Tensor, cut: Config) -> tuple[Tensor, Tensor]:
             if P == 1:
                 return n.view(B), m.view(B)
         else:
-            chunk = -(-(I + O) // (cut.num_splits * cut.block_k)) * cut.block_k
-            num_a, num_g = -(-I // chunk), -(-O // chunk)
+            steps = -(-(I + O) // (cut.num_splits * cut.block_k))
+            num_a, num_g = (-(-K // (steps * cut.block_k)) for K in (I, O))
             tiles = a_BTI.new_empty(B, P, num_a + num_g, cut.block_t, cut.block_t, dtype=torch.float32)
-            _partial_kernel[(B * P * (num_a + num_g),)](*sides, tiles, P, chunk, num_a, num_g, **blocks, **how)
+            is_dense = a_BTI.stride(2) == g_BTO.stride(2) == 1
+            _partial_kernel[(B * P * (num_a + num_g),)](
+                *sides, tiles, P, steps, num_a, num_g, IS_DENSE=is_dense, **blocks, **how
+            )
             rows = min(16, cut.block_t)
             num_slabs = cut.block_t // rows
             n, m = (a_BTI.new_empty(B, P * num_slabs, dtype=torch.float32) for _ in range(2))
@@ -102,23 +107,20 @@ def _gram_tile(
 ):  # fmt: skip
     """<x_s, x_t> over k in [start, stop), for s in tile i and t in tile j; start is a multiple of BLOCK_K."""
     s, t, k = i * BLOCK_T + tl.arange(0, BLOCK_T), j * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
-    x_ptr += tl.cast(start, tl.int64) * stride_k
-    columns, step = k.to(tl.int64)[None, :] * stride_k, tl.cast(stride_k, tl.int64) * BLOCK_K
-    left = x_ptr + s.to(tl.int64)[:, None] * stride_t + columns
-    right = x_ptr + t.to(tl.int64)[:, None] * stride_t + columns
+    left = x_ptr + s.to(tl.int64)[:, None] * stride_t
+    right = x_ptr + t.to(tl.int64)[:, None] * stride_t
     tile = tl.zeros((BLOCK_T, BLOCK_T), dtype=tl.float32)
     if i == j:  # one load serves both sides
         for at in range(start, stop, BLOCK_K):
-            x = tl.load(left, mask=(s < T)[:, None] & (at + k < K)[None, :], other=0.0)
+            columns, is_column = (at + k).to(tl.int64)[None, :] * stride_k, (at + k < K)[None, :]
+            x = tl.load(left + columns, mask=(s < T)[:, None] & is_column, other=0.0)
             tile = dot(x, tl.trans(x), tile, PRECISION)
-            left += step
     else:
         for at in range(start, stop, BLOCK_K):
-            x = tl.load(left, mask=(s < T)[:, None] & (at + k < K)[None, :], other=0.0)
-            y = tl.load(right, mask=(t < T)[:, None] & (at + k < K)[None, :], other=0.0)
+            columns, is_column = (at + k).to(tl.int64)[None, :] * stride_k, (at + k < K)[None, :]
+            x = tl.load(left + columns, mask=(s < T)[:, None] & is_column, other=0.0)
+            y = tl.load(right + columns, mask=(t < T)[:, None] & is_column, other=0.0)
             tile = dot(x, tl.trans(y), tile, PRECISION)
-            left += step
-            right += step
     return tile
 
 
@@ -145,24 +147,28 @@ def _fused_kernel(
 @jit
 def _partial_kernel(
     a_ptr, g_ptr, T, I, O, a_stride_b, a_stride_t, a_stride_i, g_stride_b, g_stride_t, g_stride_o,
-    tiles_ptr, P, chunk, num_a, num_g,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    tiles_ptr, P, steps, num_a, num_g,
+    IS_DENSE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of one Gram matrix of a sample, summed over one chunk of I or of O, into memory."""
+    """One program: a tile of one Gram matrix of a sample, summed over one chunk (`steps` blocks) of I or of O, into memory."""
     program = tl.program_id(0)
     p, num_chunks = program % P, num_a + num_g  # programs that read the same chunk run side by side
     c, b = (program // P) % num_chunks, (program // (P * num_chunks)).to(tl.int64)
     i, j = pair_of_tiles(p)
     r = tl.arange(0, BLOCK_T)
     out = tiles_ptr + ((b * P + p) * num_chunks + c) * BLOCK_T * BLOCK_T + r[:, None] * BLOCK_T + r[None, :]
-    if c < num_a:
-        at, stop = c * chunk, min((c + 1) * chunk, I)
-        x_ptr = a_ptr + b * a_stride_b
-        tl.store(out, _gram_tile(x_ptr, a_stride_t, a_stride_i, i, j, T, I, at, stop, BLOCK_T, BLOCK_K, PRECISION))
+    # Chosen and not branched upon: the loops of two branches would each have their own shared memory.
+    is_a = c < num_a
+    x_ptr = tl.where(is_a, a_ptr + b * a_stride_b, g_ptr + b * g_stride_b)
+    stride_t, K = tl.where(is_a, a_stride_t, g_stride_t), tl.where(is_a, I, O)
+    at = tl.where(is_a, c, c - num_a) * steps * BLOCK_K
+    stop = min(at + steps * BLOCK_K, K)
+    if IS_DENSE:  # loads are wide where the compiler sees that columns are adjacent
+        tile = _gram_tile(x_ptr, stride_t, 1, i, j, T, K, at, stop, BLOCK_T, BLOCK_K, PRECISION)
     else:
-        at, stop = (c - num_a) * chunk, min((c - num_a + 1) * chunk, O)
-        x_ptr = g_ptr + b * g_stride_b
-        tl.store(out, _gram_tile(x_ptr, g_stride_t, g_stride_o, i, j, T, O, at, stop, BLOCK_T, BLOCK_K, PRECISION))
+        stride_k = tl.where(is_a, a_stride_i, g_stride_o)
+        tile = _gram_tile(x_ptr, stride_t, stride_k, i, j, T, K, at, stop, BLOCK_T, BLOCK_K, PRECISION)
+    tl.store(out, tile)
 
 
 @jit
