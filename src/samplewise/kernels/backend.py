@@ -49,7 +49,7 @@ def check_positions(a_BTI: Tensor, g_BTO: Tensor) -> None:
         raise ValueError(f"a {of_a} and g {of_g} must be [B, T, I] and [B, T, O] on one device, for the same B and T")
 
 
-def precision(t: Tensor) -> str:
+def precision() -> str:
     """How products of float32 use the tensor cores: rounded to tf32 where torch's own may be, else in three parts that keep
     float32's digits."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"

@@ -56,7 +56,7 @@ def launch(a_BTI: Tensor, g_BTO: Tensor, cut: Config) -> Tensor:
     with torch.cuda.device_of(a_BTI):
         _kernel[(B * num_o * num_i,)](
             a_BTI, g_BTO, T, I, O, *a_BTI.stride(), *g_BTO.stride(), parts, num_o, num_i,
-            BLOCK_O=cut.block_o, BLOCK_I=cut.block_i, BLOCK_T=cut.block_t, PRECISION=precision(a_BTI),
+            BLOCK_O=cut.block_o, BLOCK_I=cut.block_i, BLOCK_T=cut.block_t, PRECISION=precision(),
             num_warps=cut.num_warps, num_stages=cut.num_stages,
         )  # fmt: skip
     return parts.sum(1)

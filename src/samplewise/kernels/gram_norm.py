@@ -63,7 +63,7 @@ def launch(a_BTI: Tensor, g_BTO: Tensor, cut: Config) -> tuple[Tensor, Tensor]:
     num_tiles = -(-T // cut.block_t)
     P = num_tiles * (num_tiles + 1) // 2
     sides = (a_BTI, g_BTO, T, I, O, *a_BTI.stride(), *g_BTO.stride())
-    blocks = {"BLOCK_T": cut.block_t, "BLOCK_K": cut.block_k, "PRECISION": precision(a_BTI)}
+    blocks = {"BLOCK_T": cut.block_t, "BLOCK_K": cut.block_k, "PRECISION": precision()}
     how = {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
     with torch.cuda.device_of(a_BTI):
         if cut.num_splits == 1:
