@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from samplewise.kernels import direct_norm, gram_norm, reference
+from samplewise.kernels import conv_norm, direct_norm, gram_norm, reference, segment_norm, weighted_sum
 
 RESULT = Path(__file__).parent / "results" / "kernels-h200.md"
 TOLERANCE = 1e-4
@@ -187,7 +188,187 @@ def direct_cases() -> Iterator[Case]:
         )
 
 
-KERNELS: dict[str, Callable[[], Iterator[Case]]] = {"gram": gram_cases, "direct": direct_cases}
+CONV = [
+    (256, 64, 64, 32, 3, 1, "last"),
+    (256, 64, 64, 32, 3, 1, "first"),
+    (256, 256, 256, 8, 3, 1, "last"),
+    (256, 512, 512, 4, 3, 1, "last"),
+    (32, 128, 128, 28, 3, 1, "last"),
+    (32, 1024, 256, 14, 1, 1, "last"),
+    (32, 3, 64, 224, 7, 2, "last"),
+]
+"""(B, C, O, size, kernel, stride, where channels lie)"""
+
+
+def conv_cases(kind: str) -> Iterator[Case]:
+    for B, C, O, size, k, stride, channels in CONV:
+        layout = torch.channels_last if channels == "last" else torch.contiguous_format
+        out = (size + 2 * (k // 2) - k) // stride + 1
+        x = torch.randn(B, C, size, size, device="cuda", dtype=torch.bfloat16).contiguous(memory_format=layout)
+        g = torch.randn(B, O, out, out, device="cuda", dtype=torch.bfloat16).contiguous(memory_format=layout)
+        geometry = ([k, k], [stride, stride], [k // 2, k // 2], [1, 1], 1)
+
+        def patched(x: Tensor = x, geometry: tuple = geometry) -> Tensor:
+            kernel, stride, padding, dilation, _ = geometry
+            return F.unfold(x, kernel, dilation=dilation, padding=padding, stride=stride)
+
+        def built(g: Tensor = g, patched: Callable[[], Tensor] = patched) -> Tensor:
+            return torch.bmm(g.flatten(2), patched().mT)
+
+        def as_groups(x: Tensor = x, g: Tensor = g, geometry: tuple = geometry) -> Tensor:
+            (B, C), O, (kernel, stride, padding, dilation, _) = x.shape[:2], g.shape[1], geometry
+            images, gradients, weight = (
+                x.reshape(1, B * C, *x.shape[2:]),
+                g.reshape(1, B * O, *g.shape[2:]),
+                (B * O, C, *kernel),
+            )
+            wanted = [False, True, False]
+            return torch.ops.aten.convolution_backward(
+                gradients, images, x.new_empty(weight), None, stride, padding, dilation, False, [0, 0], B, wanted
+            )[1]
+
+        def floor(x: Tensor = x, g: Tensor = g, geometry: tuple = geometry) -> Tensor:
+            kernel, stride, padding, dilation, _ = geometry
+            weight = x.new_empty(g.shape[1], x.shape[1], *kernel).contiguous(memory_format=torch.channels_last)
+            wanted = [False, True, False]
+            return torch.ops.aten.convolution_backward(
+                g, x, weight, None, stride, padding, dilation, False, [0, 0], 1, wanted
+            )[1]
+
+        few = slice(0, 2)  # in float64 the gradients of all would not fit
+        if kind == "conv":
+            truth = reference.conv_per_sample(x[few].double(), g[few].double(), *geometry)
+            run, of_reference = conv_norm.conv_per_sample, reference.conv_per_sample
+            compositions: dict[str, Callable[[], Any]] = {"unfold, bmm": built, "samples as groups": as_groups}
+            check = lambda got, truth=truth: error_of(got[:2], truth, truth.abs().max())
+        else:
+            truth = reference.conv_sq_norms(x[few].double(), g[few].double(), *geometry)
+            run, of_reference = conv_norm.conv_sq_norms, reference.conv_sq_norms
+            compositions = {"unfold, bmm": lambda built=built: built().float().square().sum((1, 2))}
+            if out <= 16:
+                compositions["unfold, Gram"] = lambda g=g, patched=patched: by_bmm(patched().mT, g.flatten(2).mT)[0]
+            check = lambda got, truth=truth: error_of(got[:2], truth)
+        cuts = {}
+        blocks = [
+            (128, 128, 64, 8),
+            (128, 128, 64, 4),
+            (64, 128, 64, 4),
+            (128, 64, 64, 4),
+            (64, 64, 64, 4),
+            (64, 256, 64, 8),
+        ]
+        for (o, n, l, w), stages in itertools.product([*blocks, (128, 128, 32, 8), (128, 256, 64, 8)], (3, 4)):
+            cut = conv_norm.Config(min(o, O), n, l, w, stages)
+            cuts[str(tuple(cut))] = lambda cut=cut, x=x, g=g, geometry=geometry, target=target: (
+                conv_norm.launch(x, g, *geometry, cut, target) if target is None else _filled(x, g, geometry, cut, target)
+            )
+        yield Case(
+            kernel=kind,
+            shape=f"B{B} {C}→{O} {size}² {k}×{k} /{stride} bf16 channels {channels}",
+            run=lambda run=run, x=x, g=g, geometry=geometry: run(x, g, *geometry),
+            reference=lambda call=of_reference, x=x, g=g, geometry=geometry: call(x, g, *geometry),
+            compositions=compositions,
+            check=check,
+            flops=2.0 * B * C * O * k * k * out * out,
+            floor=floor,
+            cuts=cuts,
+            tolerance=1e-2 if kind == "conv" else TOLERANCE,  # the gradients themselves are given in bfloat16
+        )
+
+
+def _filled(x: Tensor, g: Tensor, geometry: tuple, cut: conv_norm.Config, target: Tensor) -> Tensor:
+    conv_norm.launch(x, g, *geometry, cut, target)
+    return target
+
+
+SUM = [(16, 256, 768, 768), (16, 256, 768, 3072), (16, 256, 768, 50257), (4, 2048, 2048, 8192), (64, 197, 768, 2304)]
+
+
+def sum_cases() -> Iterator[Case]:
+    for B, T, I, O in SUM:
+        a, g = sides(B, T, I, O, torch.bfloat16)
+        w = torch.rand(B, device="cuda")
+        w[1] = 0
+        scaled = torch.where((w != 0)[:, None, None], (g.float() * w[:, None, None]).bfloat16(), 0).flatten(0, 1)
+        truth = scaled[:, :512].double().mT @ a.flatten(0, 1).double()
+        size = scaled[:, :512].double().abs().mT @ a.flatten(0, 1).double().abs()
+
+        def scaled_mm(a: Tensor = a, g: Tensor = g, w: Tensor = w) -> Tensor:
+            keep = (w != 0)[:, None, None]
+            a, g = torch.where(keep, a, 0), torch.where(keep, g, 0)
+            if a.shape[2] < g.shape[2]:
+                a = (a * w[:, None, None]).to(a.dtype)
+            else:
+                g = (g * w[:, None, None]).to(g.dtype)
+            return torch.mm(g.flatten(0, 1).mT, a.flatten(0, 1), out_dtype=torch.float32)
+
+        cuts = {}
+        blocks = [(128, 128, 64, 8), (128, 128, 64, 4), (128, 256, 64, 8), (64, 128, 64, 4), (256, 128, 64, 8)]
+        for (o, i, r, warps), splits, stages in itertools.product(blocks, (1, 2, 4, 6), (3, 4)):
+            num = -(-O // o) * -(-I // i) * splits
+            if splits == 1 or num <= 600:
+                cut = weighted_sum.Config(o, i, r, splits, warps, stages)
+                cuts[str(tuple(cut))] = lambda cut=cut, a=a, g=g, w=w: weighted_sum.launch(a, g, w, cut)
+        yield Case(
+            kernel="sum",
+            shape=f"B{B} T{T} {I}→{O} bf16",
+            run=lambda a=a, g=g, w=w: weighted_sum.weighted_sum(a, g, w),
+            reference=lambda a=a, g=g, w=w: reference.weighted_sum(a, g, w),
+            compositions={"scale, mm": scaled_mm},
+            check=lambda got, truth=truth, size=size: error_of(got[:512], truth, size),
+            flops=2.0 * B * T * I * O,
+            floor=lambda a=a, g=g: g.flatten(0, 1).mT @ a.flatten(0, 1),
+            cuts=cuts,
+        )
+
+
+SEGMENT = [(16, 256, 768), (8, 1024, 768), (4, 2048, 2048)]
+
+
+def segment_cases() -> Iterator[Case]:
+    for B, T, D in SEGMENT:
+        # As words are drawn: the rth commonest about 1/r of the time.
+        ids = (torch.rand(B, T, device="cuda", dtype=torch.float64) * 10.8).exp().long()
+        g = torch.randn(B, T, D, device="cuda", dtype=torch.bfloat16)
+        truth = reference.segment_sq_norms(ids, g.double())
+
+        def by_product(ids: Tensor = ids, g: Tensor = g) -> Tensor:
+            same = ids.unsqueeze(2) == ids.unsqueeze(1)
+            is_first = ~same.tril(-1).any(2)
+            sums = torch.bmm(same.to(g.dtype), g, out_dtype=torch.float32)
+            return torch.where(is_first.unsqueeze(2), sums, 0).square().sum((1, 2))
+
+        def by_gram(ids: Tensor = ids, g: Tensor = g) -> Tensor:
+            same = ids.unsqueeze(2) == ids.unsqueeze(1)
+            return torch.where(same, torch.bmm(g, g.mT, out_dtype=torch.float32), 0).sum((1, 2))
+
+        cuts = {}
+        for (t, d, s, w), stages in itertools.product(
+            [(64, 128, 64, 4), (64, 64, 64, 4), (128, 128, 64, 8), (64, 128, 32, 4), (128, 64, 64, 4), (64, 256, 32, 8)],
+            (2, 3, 4),
+        ):
+            cut = segment_norm.Config(t, d, s, w, stages)
+            cuts[str(tuple(cut))] = lambda cut=cut, ids=ids, g=g: segment_norm.launch(ids, g, None, cut)
+        yield Case(
+            kernel="segment",
+            shape=f"B{B} T{T} D{D} bf16",
+            run=lambda ids=ids, g=g: segment_norm.segment_sq_norms(ids, g),
+            reference=lambda ids=ids, g=g: reference.segment_sq_norms(ids, g),
+            compositions={"product": by_product, "Gram": by_gram},
+            check=lambda got, truth=truth: error_of(got, truth),
+            flops=2.0 * B * T * T * D,
+            cuts=cuts,
+        )
+
+
+KERNELS: dict[str, Callable[[], Iterator[Case]]] = {
+    "gram": gram_cases,
+    "direct": direct_cases,
+    "conv": lambda: conv_cases("conv"),
+    "conv-norm": lambda: conv_cases("conv-norm"),
+    "sum": sum_cases,
+    "segment": segment_cases,
+}
 
 
 def compiled(call: Callable[[], Any]) -> Callable[[], Any]:
