@@ -248,7 +248,7 @@ def conv_cases(kind: str) -> Iterator[Case]:
             if out <= 16:
                 compositions["unfold, Gram"] = lambda g=g, patched=patched: by_bmm(patched().mT, g.flatten(2).mT)[0]
             check = lambda got, truth=truth: error_of(got[:2], truth)
-        cuts = {}
+        cuts, target = {}, x.new_empty(B, O, C, k, k) if kind == "conv" else None
         blocks = [
             (128, 128, 64, 8),
             (128, 128, 64, 4),
