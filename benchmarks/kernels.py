@@ -1,0 +1,459 @@
+"""What each kernel takes on a GPU, beside torch.compile of its reference and the best composition of torch's own calls.
+
+python benchmarks/kernels.py                needs CUDA and Triton; checks, times, writes benchmarks/results/kernels-h200.md
+python benchmarks/kernels.py gram direct    only these
+python benchmarks/kernels.py --tune         also tries every cut of the work and prints the best for each shape
+"""
+
+import argparse
+import itertools
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from samplewise.kernels import conv_norm, direct_norm, gram_norm, reference, segment_norm, weighted_sum
+
+RESULT = Path(__file__).parent / "results" / "kernels-h200.md"
+TOLERANCE = 1e-4
+"""Against the reference in float64, of each answer's own size (of m, for n from Gram matrices); 2e-3 where tf32 rounds."""
+
+
+@dataclass
+class Case:
+    """One kernel on one shape."""
+
+    kernel: str
+    shape: str
+    run: Callable[[], Any]
+    reference: Callable[[], Any]
+    """The meaning, on the same tensors; compiled, it is what the kernel must beat."""
+    compositions: dict[str, Callable[[], Any]]
+    """Other ways to the same numbers by calls of torch."""
+    check: Callable[[Any], float]
+    """The relative error of an answer."""
+    flops: float
+    floor: Callable[[], Any] | None = None
+    """What plain training does here: the gradient of the whole batch."""
+    cuts: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    """The kernel, cut otherwise."""
+    tolerance: float = TOLERANCE
+
+
+_flush: list[Tensor] = []
+
+
+def measured(call: Callable[[], Any], seconds: float = 0.08) -> tuple[float, float, float]:
+    """(p20, p50, p80) microseconds of a call as a CUDA graph, its inputs not in the L2 cache."""
+    if not _flush:
+        _flush.append(torch.empty(1 << 28, dtype=torch.int8, device="cuda"))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    graph.replay()
+    torch.cuda.synchronize()
+    num = max(5, min(60, int(seconds / (time.perf_counter() - start + 1e-4))))
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(num)]
+    for before, after in events:
+        _flush[0].zero_()
+        before.record()
+        graph.replay()
+        after.record()
+    torch.cuda.synchronize()
+    times = sorted(before.elapsed_time(after) * 1e3 for before, after in events)
+    return times[num // 5], times[num // 2], times[num * 4 // 5]
+
+
+def attempted(call: Callable[[], Any]) -> tuple[float, float, float] | str:
+    try:
+        return measured(call)
+    except Exception as error:  # a composition that this torch has not, a cut that does not fit the chip
+        torch.cuda.synchronize()
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"
+
+
+def error_of(got: Tensor, expected: Tensor, scale: Tensor | None = None) -> float:
+    scale = (expected if scale is None else scale).double().abs()
+    return ((got.double() - expected.double()).abs() / scale.clamp(min=1e-30)).max().item()
+
+
+def sides(B: int, T: int, I: int, O: int, dtype: torch.dtype, pad: int = 0) -> tuple[Tensor, Tensor]:
+    a = torch.randn(B, T, I, device="cuda", dtype=dtype)
+    g = torch.randn(B, T, O + pad, device="cuda", dtype=dtype)[..., :O]
+    return a, g
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+
+
+def by_bmm(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    wide = {"out_dtype": torch.float32} if a.dtype != torch.float32 else {}
+    of_a, of_g = torch.bmm(a, a.mT, **wide), torch.bmm(g, g.mT, **wide)
+    lengths = (of_a.diagonal(dim1=1, dim2=2) * of_g.diagonal(dim1=1, dim2=2)).sqrt()
+    return (of_a * of_g).sum((1, 2)), lengths.sum(1).square()
+
+
+GRAM = [
+    (16, 256, 768, 768, 0),
+    (16, 256, 768, 2304, 0),
+    (16, 256, 3072, 768, 0),
+    (16, 256, 768, 50257, 0),
+    (16, 256, 768, 50257, 7),  # rows of g aligned, as where a compiler pads them
+    (64, 197, 768, 3072, 0),
+    (256, 16, 4608, 512, 0),
+    (256, 64, 2304, 256, 0),
+]
+
+
+def gram_cases() -> Iterator[Case]:
+    for (B, T, I, O, pad), dtype in [*itertools.product(GRAM, [torch.bfloat16]), (GRAM[1], torch.float32)]:
+        a, g = sides(B, T, I, O, dtype, pad)
+        truth = [
+            torch.cat(part)
+            for part in zip(
+                *(reference.gram_sq_norms(a[b : b + 1].double(), g[b : b + 1].double()) for b in range(B)), strict=True
+            )
+        ]
+
+        def check(got: Any, truth: list[Tensor] = truth) -> float:
+            return max(error_of(got[0], truth[0], truth[1]), error_of(got[1], truth[1]))
+
+        cuts = {}
+        is_half, is_aligned = dtype.itemsize == 2, g.stride(1) % 8 == 0
+        of_k = (64, 128) if is_half and is_aligned else (32, 64) if is_half else (32,)
+        for t, k in itertools.product([t for t in (16, 32, 64, 128) if min(64, T) <= t < 2 * T], of_k):
+            P = -(-T // t) * (-(-T // t) + 1) // 2
+            splits = [s for s in (1, 2, 3, 4, 5, 8, 12) if s == 1 or (s * B * P <= 1200 and s * 512 <= I + O)]
+            for s, stages in [*itertools.product(splits, (3,)), *([(1, 4)] if k == 64 and is_aligned else [])]:
+                if t * k <= 128 * 64:
+                    cut = gram_norm.Config(t, k, s, 8 if t == 128 else 4, stages)
+                    cuts[str(tuple(cut))] = lambda cut=cut, a=a, g=g: gram_norm.launch(a, g, cut)
+        yield Case(
+            kernel="gram",
+            shape=f"B{B} T{T} {I}→{O}{' padded' if pad else ''} {name_of(dtype)}",
+            run=lambda a=a, g=g: gram_norm.gram_sq_norms(a, g),
+            reference=lambda a=a, g=g: reference.gram_sq_norms(a, g),
+            compositions={"bmm": lambda a=a, g=g: by_bmm(a, g)},
+            check=check,
+            flops=2.0 * B * T * T * (I + O),
+            floor=lambda a=a, g=g: g.flatten(0, 1).mT @ a.flatten(0, 1),
+            cuts=cuts,
+        )
+
+
+DIRECT = [(8, 1024, 768, 3072), (4, 2048, 2048, 8192), (4, 2048, 2048, 512), (8, 512, 1024, 1024)]
+
+
+def direct_cases() -> Iterator[Case]:
+    for (B, T, I, O), dtype in [*itertools.product(DIRECT, [torch.bfloat16]), (DIRECT[0], torch.float32)]:
+        a, g = sides(B, T, I, O, dtype)
+        truth = torch.cat([reference.direct_sq_norms(a[b : b + 1].double(), g[b : b + 1].double()) for b in range(B)])
+        wide = {"out_dtype": torch.float32} if dtype != torch.float32 else {}
+        cuts = {}
+        blocks = [(128, 256, 64), (256, 128, 64), (128, 128, 64), (128, 128, 128), (64, 256, 64), (128, 64, 64)]
+        if dtype == torch.float32:
+            blocks = [(64, 128, 32), (128, 64, 32), (128, 128, 32), (64, 64, 32), (128, 256, 16)]
+        for (o, i, t), stages in itertools.product(blocks, (3, 4)):
+            for w in (4, 8) if o * i <= 128 * 128 else (8,):
+                cut = direct_norm.Config(o, i, t, w, stages)
+                cuts[str(tuple(cut))] = lambda cut=cut, a=a, g=g: direct_norm.launch(a, g, cut)
+        yield Case(
+            kernel="direct",
+            shape=f"B{B} T{T} {I}→{O} {name_of(dtype)}",
+            run=lambda a=a, g=g: direct_norm.direct_sq_norms(a, g),
+            reference=lambda a=a, g=g: reference.direct_sq_norms(a, g),
+            compositions={"bmm": lambda a=a, g=g, wide=wide: torch.bmm(g.mT, a, **wide).square().sum((1, 2))},
+            check=lambda got, truth=truth: error_of(got, truth),
+            flops=2.0 * B * T * I * O,
+            floor=lambda a=a, g=g: g.flatten(0, 1).mT @ a.flatten(0, 1),
+            cuts=cuts,
+        )
+
+
+CONV = [
+    (256, 64, 64, 32, 3, 1, "last"),
+    (256, 64, 64, 32, 3, 1, "first"),
+    (256, 256, 256, 8, 3, 1, "last"),
+    (256, 512, 512, 4, 3, 1, "last"),
+    (32, 128, 128, 28, 3, 1, "last"),
+    (32, 1024, 256, 14, 1, 1, "last"),
+    (32, 3, 64, 224, 7, 2, "last"),
+]
+"""(B, C, O, size, kernel, stride, where channels lie)"""
+
+
+def conv_cases(kind: str) -> Iterator[Case]:
+    for B, C, O, size, k, stride, channels in CONV:
+        layout = torch.channels_last if channels == "last" else torch.contiguous_format
+        out = (size + 2 * (k // 2) - k) // stride + 1
+        x = torch.randn(B, C, size, size, device="cuda", dtype=torch.bfloat16).contiguous(memory_format=layout)
+        g = torch.randn(B, O, out, out, device="cuda", dtype=torch.bfloat16).contiguous(memory_format=layout)
+        geometry = ([k, k], [stride, stride], [k // 2, k // 2], [1, 1], 1)
+
+        def patched(x: Tensor = x, geometry: tuple = geometry) -> Tensor:
+            kernel, stride, padding, dilation, _ = geometry
+            return F.unfold(x, kernel, dilation=dilation, padding=padding, stride=stride)
+
+        def built(g: Tensor = g, patched: Callable[[], Tensor] = patched) -> Tensor:
+            return torch.bmm(g.flatten(2), patched().mT)
+
+        def as_groups(x: Tensor = x, g: Tensor = g, geometry: tuple = geometry) -> Tensor:
+            (B, C), O, (kernel, stride, padding, dilation, _) = x.shape[:2], g.shape[1], geometry
+            images, gradients, weight = (
+                x.reshape(1, B * C, *x.shape[2:]),
+                g.reshape(1, B * O, *g.shape[2:]),
+                (B * O, C, *kernel),
+            )
+            wanted = [False, True, False]
+            return torch.ops.aten.convolution_backward(
+                gradients, images, x.new_empty(weight), None, stride, padding, dilation, False, [0, 0], B, wanted
+            )[1]
+
+        def floor(x: Tensor = x, g: Tensor = g, geometry: tuple = geometry) -> Tensor:
+            kernel, stride, padding, dilation, _ = geometry
+            weight = x.new_empty(g.shape[1], x.shape[1], *kernel).contiguous(memory_format=torch.channels_last)
+            wanted = [False, True, False]
+            return torch.ops.aten.convolution_backward(
+                g, x, weight, None, stride, padding, dilation, False, [0, 0], 1, wanted
+            )[1]
+
+        few = slice(0, 2)  # in float64 the gradients of all would not fit
+        if kind == "conv":
+            truth = reference.conv_per_sample(x[few].double(), g[few].double(), *geometry)
+            run, of_reference = conv_norm.conv_per_sample, reference.conv_per_sample
+            compositions: dict[str, Callable[[], Any]] = {"unfold, bmm": built, "samples as groups": as_groups}
+            check = lambda got, truth=truth: error_of(got[:2], truth, truth.abs().max())
+        else:
+            truth = reference.conv_sq_norms(x[few].double(), g[few].double(), *geometry)
+            run, of_reference = conv_norm.conv_sq_norms, reference.conv_sq_norms
+            compositions = {"unfold, bmm": lambda built=built: built().float().square().sum((1, 2))}
+            if out <= 16:
+                compositions["unfold, Gram"] = lambda g=g, patched=patched: by_bmm(patched().mT, g.flatten(2).mT)[0]
+            check = lambda got, truth=truth: error_of(got[:2], truth)
+        cuts, target = {}, x.new_empty(B, O, C, k, k) if kind == "conv" else None
+        blocks = [
+            (128, 128, 64, 8),
+            (128, 128, 64, 4),
+            (64, 128, 64, 4),
+            (128, 64, 64, 4),
+            (64, 64, 64, 4),
+            (64, 256, 64, 8),
+        ]
+        for (o, n, l, w), stages in itertools.product([*blocks, (128, 128, 32, 8), (128, 256, 64, 8)], (3, 4)):
+            cut = conv_norm.Config(min(o, O), n, l, w, stages)
+            cuts[str(tuple(cut))] = lambda cut=cut, x=x, g=g, geometry=geometry, target=target: (
+                conv_norm.launch(x, g, *geometry, cut, target) if target is None else _filled(x, g, geometry, cut, target)
+            )
+        yield Case(
+            kernel=kind,
+            shape=f"B{B} {C}→{O} {size}² {k}×{k} /{stride} bf16 channels {channels}",
+            run=lambda run=run, x=x, g=g, geometry=geometry: run(x, g, *geometry),
+            reference=lambda call=of_reference, x=x, g=g, geometry=geometry: call(x, g, *geometry),
+            compositions=compositions,
+            check=check,
+            flops=2.0 * B * C * O * k * k * out * out,
+            floor=floor,
+            cuts=cuts,
+            tolerance=1e-2 if kind == "conv" else TOLERANCE,  # the gradients themselves are given in bfloat16
+        )
+
+
+def _filled(x: Tensor, g: Tensor, geometry: tuple, cut: conv_norm.Config, target: Tensor) -> Tensor:
+    conv_norm.launch(x, g, *geometry, cut, target)
+    return target
+
+
+SUM = [(16, 256, 768, 768), (16, 256, 768, 3072), (16, 256, 768, 50257), (4, 2048, 2048, 8192), (64, 197, 768, 2304)]
+
+
+def sum_cases() -> Iterator[Case]:
+    for B, T, I, O in SUM:
+        a, g = sides(B, T, I, O, torch.bfloat16)
+        w = torch.rand(B, device="cuda")
+        w[1] = 0
+        scaled = torch.where((w != 0)[:, None, None], (g.float() * w[:, None, None]).bfloat16(), 0).flatten(0, 1)
+        truth = scaled[:, :512].double().mT @ a.flatten(0, 1).double()
+        size = scaled[:, :512].double().abs().mT @ a.flatten(0, 1).double().abs()
+
+        def scaled_mm(a: Tensor = a, g: Tensor = g, w: Tensor = w) -> Tensor:
+            keep = (w != 0)[:, None, None]
+            a, g = torch.where(keep, a, 0), torch.where(keep, g, 0)
+            if a.shape[2] < g.shape[2]:
+                a = (a * w[:, None, None]).to(a.dtype)
+            else:
+                g = (g * w[:, None, None]).to(g.dtype)
+            return torch.mm(g.flatten(0, 1).mT, a.flatten(0, 1), out_dtype=torch.float32)
+
+        cuts = {}
+        blocks = [(128, 128, 64, 8), (128, 128, 64, 4), (128, 256, 64, 8), (64, 128, 64, 4), (256, 128, 64, 8)]
+        for (o, i, r, warps), splits, stages in itertools.product(blocks, (1, 2, 4, 6), (3, 4)):
+            num = -(-O // o) * -(-I // i) * splits
+            if splits == 1 or num <= 600:
+                cut = weighted_sum.Config(o, i, r, splits, warps, stages)
+                cuts[str(tuple(cut))] = lambda cut=cut, a=a, g=g, w=w: weighted_sum.launch(a, g, w, cut)
+        yield Case(
+            kernel="sum",
+            shape=f"B{B} T{T} {I}→{O} bf16",
+            run=lambda a=a, g=g, w=w: weighted_sum.weighted_sum(a, g, w),
+            reference=lambda a=a, g=g, w=w: reference.weighted_sum(a, g, w),
+            compositions={"scale, mm": scaled_mm},
+            check=lambda got, truth=truth, size=size: error_of(got[:512], truth, size),
+            flops=2.0 * B * T * I * O,
+            floor=lambda a=a, g=g: g.flatten(0, 1).mT @ a.flatten(0, 1),
+            cuts=cuts,
+        )
+
+
+SEGMENT = [(16, 256, 768), (8, 1024, 768), (4, 2048, 2048)]
+
+
+def segment_cases() -> Iterator[Case]:
+    for B, T, D in SEGMENT:
+        # As words are drawn: the rth commonest about 1/r of the time.
+        ids = (torch.rand(B, T, device="cuda", dtype=torch.float64) * 10.8).exp().long()
+        g = torch.randn(B, T, D, device="cuda", dtype=torch.bfloat16)
+        truth = reference.segment_sq_norms(ids, g.double())
+
+        def by_product(ids: Tensor = ids, g: Tensor = g) -> Tensor:
+            same = ids.unsqueeze(2) == ids.unsqueeze(1)
+            is_first = ~same.tril(-1).any(2)
+            sums = torch.bmm(same.to(g.dtype), g, out_dtype=torch.float32)
+            return torch.where(is_first.unsqueeze(2), sums, 0).square().sum((1, 2))
+
+        def by_gram(ids: Tensor = ids, g: Tensor = g) -> Tensor:
+            same = ids.unsqueeze(2) == ids.unsqueeze(1)
+            return torch.where(same, torch.bmm(g, g.mT, out_dtype=torch.float32), 0).sum((1, 2))
+
+        cuts = {}
+        for (t, d, s, w), stages in itertools.product(
+            [(64, 128, 64, 4), (64, 64, 64, 4), (128, 128, 64, 8), (64, 128, 32, 4), (128, 64, 64, 4), (64, 256, 32, 8)],
+            (2, 3, 4),
+        ):
+            cut = segment_norm.Config(t, d, s, w, stages)
+            cuts[str(tuple(cut))] = lambda cut=cut, ids=ids, g=g: segment_norm.launch(ids, g, None, cut)
+        yield Case(
+            kernel="segment",
+            shape=f"B{B} T{T} D{D} bf16",
+            run=lambda ids=ids, g=g: segment_norm.segment_sq_norms(ids, g),
+            reference=lambda ids=ids, g=g: reference.segment_sq_norms(ids, g),
+            compositions={"product": by_product, "Gram": by_gram},
+            check=lambda got, truth=truth: error_of(got, truth),
+            flops=2.0 * B * T * T * D,
+            cuts=cuts,
+        )
+
+
+KERNELS: dict[str, Callable[[], Iterator[Case]]] = {
+    "gram": gram_cases,
+    "direct": direct_cases,
+    "conv": lambda: conv_cases("conv"),
+    "conv-norm": lambda: conv_cases("conv-norm"),
+    "sum": sum_cases,
+    "segment": segment_cases,
+}
+
+
+def compiled(call: Callable[[], Any]) -> Callable[[], Any]:
+    torch._dynamo.reset()
+    return torch.compile(call, fullgraph=True, dynamic=False)
+
+
+def best_composition(case: Case) -> tuple[str, tuple[float, float, float] | str]:
+    tried = {}
+    for name, call in case.compositions.items():
+        tried[name] = attempted(call)
+        tried[f"{name}, compiled"] = attempted(compiled(call))
+    good = {name: times for name, times in tried.items() if not isinstance(times, str)}
+    if not good:
+        return next(iter(tried.items()))
+    return min(good.items(), key=lambda item: item[1][1])
+
+
+def tuned(case: Case) -> list[str]:
+    """The cuts of this case, quickest first."""
+    rows = []
+    for name, call in case.cuts.items():
+        times = attempted(call)
+        if isinstance(times, str):
+            rows.append((float("inf"), f"    {name}: {times}"))
+            continue
+        error = case.check(call())
+        rows.append(
+            (times[1], f"    {name}: {times[1]:.1f} us{'' if error < case.tolerance else f'  WRONG by {error:.1e}'}")
+        )
+    rows.sort(key=lambda row: row[0])
+    shown = (
+        rows[:6] + ([row for row in rows[6:] if "WRONG" in row[1]][:3]) + [row for row in rows if row[0] == float("inf")][:2]
+    )
+    return [text for _, text in shown]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kernels", nargs="*", default=[], help=f"of {', '.join(KERNELS)}; all if none is named")
+    parser.add_argument("--tune", action="store_true")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch._dynamo.config.cache_size_limit = 1000
+    begun = time.perf_counter()
+    rows = [
+        "| kernel | shape | µs p20/p50/p80 | compiled reference | composition | batch gradient | reference / kernel | TFLOP/s |",
+        "|-|-|-|-|-|-|-|-|",
+    ]
+    print("\n".join(rows), flush=True)
+    for name in options.kernels or KERNELS:
+        for case in KERNELS[name]():
+            try:
+                error = case.check(case.run())
+                p20, p50, p80 = measured(case.run)
+            except Exception as failure:
+                print(f"| {name} | {case.shape} | FAILED {type(failure).__name__}: {str(failure)[:500]} |", flush=True)
+                torch.cuda.synchronize()
+            else:
+                of_reference, (best, of_best) = attempted(compiled(case.reference)), best_composition(case)
+                of_floor = attempted(case.floor) if case.floor else "-"
+                shown = [t if isinstance(t, str) else f"{t[1]:.1f}" for t in (of_reference, of_best, of_floor)]
+                ratio = "-" if isinstance(of_reference, str) else f"{of_reference[1] / p50:.2f}×"
+                wrong = "" if error < case.tolerance else f" WRONG by {error:.1e}"
+                rows.append(
+                    f"| {name} | {case.shape}{wrong} | {p20:.1f}/{p50:.1f}/{p80:.1f} | {shown[0]} | {shown[1]} ({best}) "
+                    f"| {shown[2]} | {ratio} | {case.flops / p50 * 1e-6:.0f} |"
+                )
+                print(rows[-1], flush=True)
+            if options.tune:
+                print("\n".join(tuned(case)), flush=True)
+            del case
+            torch.cuda.empty_cache()
+    seconds = time.perf_counter() - begun
+    print(f"{seconds:.0f} s")
+    if not options.kernels:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+        RESULT.write_text(
+            f"`python benchmarks/kernels.py`, commit {commit.strip() or 'unknown'}: {torch.cuda.get_device_name()}, torch "
+            f"{torch.__version__}, triton {sys.modules['triton'].__version__}. Microseconds of one call as a CUDA graph, the L2 "
+            "cache flushed before; FLOPs are those of the whole products (a Gram matrix's mirror half counted).\n\n"
+            + "\n".join(rows)
+            + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Gradients of a convolution's weight for each sample, and their squared norms, by patches that are gathered as they are read."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from samplewise.factors.base import wide
+from samplewise.kernels import reference
+from samplewise.kernels.backend import dot, has_kernel, jit, power_of_two, precision, tl
+
+
+@torch.library.custom_op("samplewise::conv_per_sample", mutates_args=())
+def conv_per_sample(
+    x_BCHW: Tensor,
+    g_BOHW: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """G[b,o,c,i,j] = sum_{y,x} g[b,o,y,x] · image[b, c, y·stride + i·dilation - padding, x·...], [B, O, C/groups, *kernel].
+
+    Two spatial dimensions (one is two with a height of 1). `padding` is what lies before the image; what lies after it follows
+    from g. Added in float32, given in g's dtype.
+
+    >>> x, g = torch.tensor([[[[1.0, 2.0, 3.0]]]]), torch.tensor([[[[1.0, 10.0, 100.0]]]])
+    >>> conv_per_sample(x, g, [1, 3], [1, 1], [0, 1], [1, 1], 1).flatten().tolist()
+    [210.0, 321.0, 32.0]
+    """
+    check_images(x_BCHW, g_BOHW, groups)
+    if not has_kernel(x_BCHW, g_BOHW):
+        return reference.conv_per_sample(x_BCHW, g_BOHW, kernel, stride, padding, dilation, groups).to(g_BOHW.dtype)
+    B, C, O = x_BCHW.shape[0], x_BCHW.shape[1], g_BOHW.shape[1]
+    G = g_BOHW.new_empty(B, O, C // groups, *kernel)
+    launch(x_BCHW, g_BOHW, kernel, stride, padding, dilation, groups, config(x_BCHW, g_BOHW, kernel, groups), G)
+    return G
+
+
+@torch.library.custom_op("samplewise::conv_sq_norms", mutates_args=())
+def conv_sq_norms(
+    x_BCHW: Tensor,
+    g_BOHW: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """n[b] = |G[b]|² of `conv_per_sample`, in float32 or better, no gradient stored."""
+    check_images(x_BCHW, g_BOHW, groups)
+    if not has_kernel(x_BCHW, g_BOHW):
+        return reference.conv_sq_norms(x_BCHW, g_BOHW, kernel, stride, padding, dilation, groups)
+    cut = config(x_BCHW, g_BOHW, kernel, groups)
+    return launch(x_BCHW, g_BOHW, kernel, stride, padding, dilation, groups, cut)
+
+
+@conv_per_sample.register_fake
+def _(x_BCHW, g_BOHW, kernel, stride, padding, dilation, groups):
+    return g_BOHW.new_empty(g_BOHW.shape[0], g_BOHW.shape[1], x_BCHW.shape[1] // groups, *kernel)
+
+
+@conv_sq_norms.register_fake
+def _(x_BCHW, g_BOHW, kernel, stride, padding, dilation, groups):
+    return g_BOHW.new_empty(g_BOHW.shape[0], dtype=wide(g_BOHW[:0]).dtype)
+
+
+def check_images(x_BCHW: Tensor, g_BOHW: Tensor, groups: int) -> None:
+    """Raises where image and gradient do not belong together, which a kernel would read past."""
+    fit = x_BCHW.ndim == g_BOHW.ndim == 4 and len(x_BCHW) == len(g_BOHW) and x_BCHW.device == g_BOHW.device
+    if not fit or x_BCHW.shape[1] % groups or g_BOHW.shape[1] % groups:
+        of_x, of_g = (f"{tuple(t.shape)} on {t.device}" for t in (x_BCHW, g_BOHW))
+        raise ValueError(
+            f"x {of_x} and g {of_g} must be [B, C, H, W] and [B, O, H', W'] on one device, for the same B, with C and O "
+            f"multiples of groups = {groups}"
+        )
+
+
+class Config(NamedTuple):
+    """How the work is cut: one program takes block_o × block_n entries of a gradient [O, N], block_l outputs at a time."""
+
+    block_o: int
+    block_n: int
+    block_l: int
+    num_warps: int
+    num_stages: int
+
+
+def config(x_BCHW: Tensor, g_BOHW: Tensor, kernel: Sequence[int], groups: int) -> Config:
+    """The cut for these shapes."""
+    is_half = g_BOHW.element_size() == 2
+    L, N = g_BOHW.shape[2] * g_BOHW.shape[3], x_BCHW.shape[1] // groups * kernel[0] * kernel[1]
+    block_o = power_of_two(g_BOHW.shape[1] // groups, least=16, most=128 if is_half else 64)
+    block_n = power_of_two(N, least=16, most=128 if is_half else 64)
+    block_l = power_of_two(L, least=16, most=64 if is_half else 32)
+    return Config(block_o, block_n, block_l, 8 if block_o * block_n >= 128 * 128 else 4, 3)
+
+
+def launch(
+    x_BCHW: Tensor,
+    g_BOHW: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    cut: Config,
+    G: Tensor | None = None,
+) -> Tensor:
+    """n by the kernel below, cut as told, or with G given that one filled (and n left undefined)."""
+    (B, C, H, W), (_, O, _, W_out) = x_BCHW.shape, g_BOHW.shape
+    C, O = C // groups, O // groups
+    if C >= 16 and x_BCHW.stride(1) != 1:  # a copy of the image, once, for loads of 16 bytes instead of 2
+        x_BCHW = x_BCHW.contiguous(memory_format=torch.channels_last)
+    dtype = torch.promote_types(x_BCHW.dtype, g_BOHW.dtype)
+    x_BCHW, g_BOL = x_BCHW.to(dtype), g_BOHW.to(dtype).flatten(2)
+    N = C * kernel[0] * kernel[1]
+    num_o, num_n = -(-O // cut.block_o), -(-N // cut.block_n)
+    num_tiles = groups * num_o * num_n
+    parts = g_BOL.new_empty(B, num_tiles, dtype=torch.float32)
+    with torch.cuda.device_of(g_BOL):
+        _kernel[(B * num_tiles,)](
+            x_BCHW, g_BOL, parts if G is None else G, C, O, H, W, g_BOL.shape[2], W_out, N, *kernel, *stride, *padding,
+            *dilation, groups, *x_BCHW.stride(), *g_BOL.stride(), num_o, num_n,
+            IS_NORM=G is None, BLOCK_O=cut.block_o, BLOCK_N=cut.block_n, BLOCK_L=cut.block_l, PRECISION=precision(),
+            num_warps=cut.num_warps, num_stages=cut.num_stages,
+        )  # fmt: skip
+    return parts.sum(1)
+
+
+@jit
+def _kernel(
+    x_ptr, g_ptr, out_ptr, C, O, H, W, L, W_out, N, kernel_h, kernel_w, stride_h, stride_w, padding_h, padding_w,
+    dilation_h, dilation_w, groups, x_stride_b, x_stride_c, x_stride_h, x_stride_w, g_stride_b, g_stride_o, g_stride_l,
+    num_o, num_n,
+    IS_NORM: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: one tile of a sample's gradient [O, N] of a group, stored or squared and summed.
+
+    C, O and N are of one group. Columns n run over (i, j, c), the channel fastest, so that they are adjacent in an image whose
+    channels are; an entry (o, n) multiplies g[o, l] with the image at y = y(l)·stride + i·dilation - padding, and x alike.
+    """
+    program = tl.program_id(0)
+    tile = program % (num_o * num_n)
+    group, b = (program // (num_o * num_n)) % groups, (program // (num_o * num_n * groups)).to(tl.int64)
+    o, n = (tile % num_o) * BLOCK_O + tl.arange(0, BLOCK_O), (tile // num_o) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tap, c = n // C, n % C
+    y_of_n, x_of_n = tap // kernel_w * dilation_h - padding_h, tap % kernel_w * dilation_w - padding_w
+    channel = (group * C + c).to(tl.int64)
+    x_at = (
+        x_ptr + b * x_stride_b + channel * x_stride_c + y_of_n.to(tl.int64) * x_stride_h + x_of_n.to(tl.int64) * x_stride_w
+    )
+    g_at = g_ptr + b * g_stride_b + (group * O + o).to(tl.int64) * g_stride_o
+    total = tl.zeros((BLOCK_O, BLOCK_N), dtype=tl.float32)
+    for at in range(0, L, BLOCK_L):
+        l = at + tl.arange(0, BLOCK_L)
+        y_of_l, x_of_l = l // W_out * stride_h, l % W_out * stride_w
+        y, x = y_of_l[:, None] + y_of_n[None, :], x_of_l[:, None] + x_of_n[None, :]
+        is_inside = (y >= 0) & (y < H) & (x >= 0) & (x < W) & (l < L)[:, None] & (n < N)[None, :]
+        rows = y_of_l.to(tl.int64) * x_stride_h + x_of_l.to(tl.int64) * x_stride_w
+        patch = tl.load(x_at[None, :] + rows[:, None], mask=is_inside, other=0.0)
+        of_g = g_at[:, None] + (l.to(tl.int64) * g_stride_l)[None, :]
+        g = tl.load(of_g, mask=(o < O)[:, None] & (l < L)[None, :], other=0.0)
+        total = dot(g, patch, total, PRECISION)
+    if IS_NORM:
+        tl.store(out_ptr + program, tl.sum(tl.sum(total * total, 1), 0))
+    else:
+        entry = c * (kernel_h * kernel_w) + tap  # [C, i, j] in memory
+        row = (b * groups + group) * O + o
+        out = out_ptr + row[:, None] * N + entry[None, :]
+        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=(o < O)[:, None] & (n < N)[None, :])

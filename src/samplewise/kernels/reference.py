@@ -1,0 +1,84 @@
+"""What each kernel means: the mathematics in torch, in float32 or better."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from samplewise.factors.base import wide
+
+
+def gram_sq_norms(a_BTI: Tensor, g_BTO: Tensor) -> tuple[Tensor, Tensor]:
+    """(n, m): n[b] = sum_{s,t} <a_s, a_t> <g_s, g_t> = |sum_t g_t ⊗ a_t|², and m[b] = (sum_t |a_t| |g_t|)², which bounds it."""
+    a, g = wide(a_BTI), wide(g_BTO)
+    lengths_BT = torch.linalg.vector_norm(a, dim=2) * torch.linalg.vector_norm(g, dim=2)
+    return ((a @ a.mT) * (g @ g.mT)).sum((1, 2)), lengths_BT.sum(1).square()
+
+
+def direct_sq_norms(a_BTI: Tensor, g_BTO: Tensor) -> Tensor:
+    """n[b] = |sum_t g_t ⊗ a_t|²."""
+    return (wide(g_BTO).mT @ wide(a_BTI)).square().sum((1, 2))
+
+
+def conv_per_sample(
+    x_BCHW: Tensor,
+    g_BOHW: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """G[b,o,c,i,j] = sum_{y,x} g[b,o,y,x] · image[b, c, y·stride + i·dilation - padding, x·...], zero outside the image.
+
+    c runs over the channels of o's group; `padding` is what lies before the image, what lies after it follows from g.
+    """
+    (B, C, *sizes), (_, O, *outs) = x_BCHW.shape, g_BOHW.shape
+    spans = [
+        (out - 1) * s + d * (k - 1) + 1 for out, s, d, k in zip(outs, stride, dilation, kernel, strict=True)
+    ]  # rows and columns that are read
+    after = [max(0, span - size - before) for span, size, before in zip(spans, sizes, padding, strict=True)]
+    image = F.pad(wide(x_BCHW), [padding[1], after[1], padding[0], after[0]])
+    g = wide(g_BOHW).reshape(B, groups, O // groups, -1)
+    taps = []
+    for i in range(kernel[0]):
+        for j in range(kernel[1]):
+            top, left = i * dilation[0], j * dilation[1]
+            rows = slice(top, top + (outs[0] - 1) * stride[0] + 1, stride[0])
+            columns = slice(left, left + (outs[1] - 1) * stride[1] + 1, stride[1])
+            seen = image[:, :, rows, columns].reshape(B, groups, C // groups, -1)
+            taps.append((g @ seen.mT).reshape(B, O, C // groups))
+    return torch.stack(taps, -1).reshape(B, O, C // groups, *kernel)
+
+
+def conv_sq_norms(
+    x_BCHW: Tensor,
+    g_BOHW: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """n[b] = |G[b]|² of `conv_per_sample`."""
+    G = conv_per_sample(x_BCHW, g_BOHW, kernel, stride, padding, dilation, groups)
+    return G.square().sum((1, 2, 3, 4))
+
+
+def weighted_sum(a_BTI: Tensor, g_BTO: Tensor, w_B: Tensor) -> Tensor:
+    """sum_b w[b] · sum_t g[b,t] ⊗ a[b,t], over the samples with w[b] ≠ 0: the others may hold anything."""
+    keep = (w_B != 0).reshape(-1, 1, 1)
+    a, g = torch.where(keep, wide(a_BTI), 0), torch.where(keep, wide(g_BTO), 0)
+    return torch.einsum("bto,bti->oi", g * w_B.to(g.dtype).reshape(-1, 1, 1), a)
+
+
+def segment_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_id: int | None = None) -> Tensor:
+    """n[b] = sum_v |sum of g[b,t] over t with ids[b,t] = v|², v over all ids but `padding_id`."""
+    same_BTT, g = ids_BT.unsqueeze(2) == ids_BT.unsqueeze(1), wide(g_BTD)
+    is_first_BT = ~same_BTT.tril(-1).any(2)
+    if padding_id is not None:
+        is_padding = ids_BT == padding_id
+        g, is_first_BT = torch.where(is_padding.unsqueeze(2), 0, g), is_first_BT & ~is_padding
+    sums_BTD = same_BTT.to(g.dtype) @ g
+    return torch.where(is_first_BT.unsqueeze(2), sums_BTD, 0).square().sum((1, 2))

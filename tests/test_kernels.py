@@ -1,0 +1,396 @@
+"""Every kernel against its reference: on the GPU where there is one, else in Triton's interpreter, in a process of its own."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from samplewise.kernels import conv_norm, direct_norm, gram_norm, reference, segment_norm, weighted_sum
+from samplewise.kernels.backend import HAS_TRITON, IS_INTERPRETED, jit, tl
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RUNS_KERNELS = HAS_TRITON and (DEVICE == "cuda" or IS_INTERPRETED)
+runs_kernels = pytest.mark.skipif(not RUNS_KERNELS, reason="needs CUDA or TRITON_INTERPRET=1")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+TOLERANCE = 2e-5
+"""Kernel and reference both multiply what is given exactly or to float32's digits (2^-22 in three parts of tf32) and add in
+float32, in different orders: some hundred roundings of 6e-8, few of which go the same way."""
+
+SHAPES = [(1, 1, 1, 1), (2, 1, 3, 5), (1, 17, 3, 40), (3, 33, 20, 7), (2, 70, 48, 65), (2, 130, 16, 33)]
+"""(B, T, I, O)"""
+
+
+@pytest.fixture(autouse=True)
+def _empty_is_nan(monkeypatch):
+    """Memory that a kernel should have written and did not shows as NaN."""
+    torch.set_default_device(DEVICE)
+    new_empty = Tensor.new_empty
+
+    def filled(self: Tensor, *size, **kwargs) -> Tensor:
+        out = new_empty(self, *size, **kwargs)
+        return out.fill_(torch.nan) if out.is_floating_point() else out
+
+    monkeypatch.setattr(Tensor, "new_empty", filled)
+    yield
+    torch.set_default_device("cpu")
+
+
+@pytest.mark.skipif(RUNS_KERNELS or not HAS_TRITON, reason="the kernels run in this process, or Triton is not installed")
+def test_kernels_in_the_interpreter():
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(Path(__file__))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "skipped" in done.stdout  # this test
+    assert " passed" in done.stdout
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32, strides: str = "plain") -> Tensor:
+    """Standard normal [B, T, K] in one of the layouts that come up."""
+    B, T, K = shape
+    if strides == "sequence first":
+        return torch.randn(T, B, K).to(dtype).transpose(0, 1)
+    if strides == "positions last":
+        return torch.randn(B, K, T).to(dtype).mT
+    if strides == "cut":
+        return torch.randn(B, T + 2, 2 * K + 3).to(dtype)[:, 1:-1, 1 : 2 * K + 1 : 2]
+    if strides == "expanded":
+        return torch.randn(1, T, K).to(dtype).expand(B, T, K)
+    return torch.randn(B, T, K).to(dtype)
+
+
+LAYOUTS = ("sequence first", "positions last", "cut", "expanded")
+
+
+def close(got: Tensor, expected: Tensor, scale: Tensor | None = None) -> None:
+    """Each entry within the tolerance of its own size, or of the size of the terms it sums."""
+    assert got.dtype == expected.dtype and got.shape == expected.shape
+    error = (got.double() - expected.double()).abs() / (expected if scale is None else scale).double().abs().clamp(min=1e-30)
+    assert error.numel() == 0 or error.max() < TOLERANCE, error.max()
+
+
+def check_gram(a: Tensor, g: Tensor, cut: gram_norm.Config | None = None) -> None:
+    n, m = gram_norm.gram_sq_norms(a, g) if cut is None else gram_norm.launch(a, g, cut)
+    expected_n, expected_m = reference.gram_sq_norms(a, g)
+    close(m, expected_m)
+    close(n, expected_n, scale=expected_m)
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gram_norm(shape, dtype):
+    B, T, I, O = shape
+    check_gram(drawn(B, T, I, dtype=dtype), drawn(B, T, O, dtype=dtype))
+
+
+@runs_kernels
+@pytest.mark.parametrize("num_splits", [1, 2, 5])
+@pytest.mark.parametrize("block_t", [16, 32])
+def test_gram_norm_however_it_is_cut(block_t, num_splits):
+    a, g = drawn(2, 50, 20), drawn(2, 50, 150)
+    check_gram(a, g, gram_norm.Config(block_t, 16, num_splits, 4, 2))
+
+
+@runs_kernels
+@pytest.mark.parametrize("strides", LAYOUTS)
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_gram_norm_of_strided(strides, num_splits):
+    a, g = drawn(2, 19, 20, strides=strides), drawn(2, 19, 9, strides=strides)
+    check_gram(a, g, gram_norm.Config(16, 16, num_splits, 4, 2))
+    check_gram(a, drawn(2, 19, 9, dtype=torch.bfloat16), gram_norm.Config(16, 16, num_splits, 4, 2))
+
+
+@jit
+def _write_pairs(start, out_ptr, NUM: tl.constexpr):
+    at = tl.arange(0, NUM)
+    i, j = gram_norm.pair_of_tiles(start + at)
+    tl.store(out_ptr + at, i)
+    tl.store(out_ptr + NUM + at, j)
+
+
+@runs_kernels
+@pytest.mark.parametrize("row", [0, 100, 4096, 20_000])
+def test_pairs_of_tiles_are_all_there(row):
+    """The square root that numbers them is in float32, and its argument has more digits from row 2,048 on."""
+    start, num = row * (row + 1) // 2, 1 << 16
+    got = torch.full((2, num), -1, dtype=torch.int32)
+    _write_pairs[(1,)](start, got, NUM=num)
+    i, j = got.long()
+    assert (i >= 0).all() and (i <= j).all()
+    assert torch.equal(j * (j + 1) // 2 + i, start + torch.arange(num))
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_direct_norm(shape, dtype):
+    B, T, I, O = shape
+    a, g = drawn(B, T, I, dtype=dtype), drawn(B, T, O, dtype=dtype)
+    close(direct_norm.direct_sq_norms(a, g), reference.direct_sq_norms(a, g))
+
+
+@runs_kernels
+@pytest.mark.parametrize("strides", LAYOUTS)
+def test_direct_norm_of_strided(strides):
+    a, g = drawn(2, 19, 20, strides=strides), drawn(2, 19, 70, strides=strides)
+    for cut in (direct_norm.config(a, g), direct_norm.Config(16, 16, 16, 4, 2)):
+        close(direct_norm.launch(a, g, cut), reference.direct_sq_norms(a, g))
+
+
+@dataclass(frozen=True)
+class Conv:
+    """A convolution of C channels of H×W to O, its gradient not always as large as the image allows."""
+
+    B: int = 2
+    C: int = 3
+    O: int = 4
+    size: tuple[int, int] = (7, 6)
+    kernel: tuple[int, int] = (3, 3)
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (1, 1)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+    lost: int = 0
+
+    def drawn(self, dtype: torch.dtype, memory_format: torch.memory_format = torch.contiguous_format) -> tuple:
+        outs = [
+            (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1 - self.lost
+            for size, padding, dilation, kernel, stride in zip(
+                self.size, self.padding, self.dilation, self.kernel, self.stride, strict=True
+            )
+        ]
+        x, g = torch.randn(self.B, self.C, *self.size), torch.randn(self.B, self.O, *outs)
+        x, g = (t.to(dtype).to(memory_format=memory_format) for t in (x, g))
+        return x, g, self.kernel, self.stride, self.padding, self.dilation, self.groups
+
+
+CONVS = {
+    "plain": Conv(),
+    "pointwise": Conv(kernel=(1, 1), padding=(0, 0), C=17, O=20),
+    "strided and dilated": Conv(size=(11, 9), stride=(2, 3), dilation=(2, 1), padding=(2, 0)),
+    "one dimension": Conv(size=(1, 20), kernel=(1, 5), padding=(0, 2)),
+    "groups": Conv(C=6, O=9, groups=3),
+    "depthwise": Conv(C=5, O=5, groups=5, B=1),
+    "kernel with no square": Conv(kernel=(2, 5), padding=(0, 3), size=(4, 5)),
+    "many channels": Conv(C=18, O=33, size=(5, 5)),
+    "a gradient that does not cover": Conv(size=(9, 9), lost=1),
+    "a gradient that reaches beyond": Conv(size=(5, 5), lost=-2),
+}
+
+
+@runs_kernels
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("conv", CONVS.values(), ids=CONVS)
+def test_conv(conv, memory_format):
+    arguments = conv.drawn(torch.float32, memory_format)
+    expected = reference.conv_per_sample(*arguments)
+    close(conv_norm.conv_per_sample(*arguments), expected, scale=expected.abs().max())
+    close(conv_norm.conv_sq_norms(*arguments), reference.conv_sq_norms(*arguments))
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_conv_in_half(dtype):
+    arguments = CONVS["many channels"].drawn(dtype)
+    expected = reference.conv_per_sample(*arguments)
+    assert conv_norm.conv_per_sample(*arguments).dtype == dtype
+    rounding = torch.finfo(dtype).eps  # added in float32, rounded once
+    torch.testing.assert_close(conv_norm.conv_per_sample(*arguments).float(), expected, rtol=rounding, atol=1e-4)
+    close(conv_norm.conv_sq_norms(*arguments), reference.conv_sq_norms(*arguments))
+
+
+@runs_kernels
+def test_conv_however_it_is_cut():
+    x, g, *geometry = CONVS["many channels"].drawn(torch.float32)
+    x, g = x[:, :, ::2].flip(0).transpose(2, 3), g[:, :, :3].transpose(2, 3)
+    for cut in (conv_norm.Config(16, 16, 16, 4, 2), conv_norm.Config(32, 64, 16, 4, 2)):
+        close(conv_norm.launch(x, g, *geometry, cut), reference.conv_sq_norms(x, g, *geometry))
+
+
+@pytest.mark.parametrize("conv", CONVS.values(), ids=CONVS)
+def test_the_reference_of_conv_is_the_gradient(conv):
+    """Autograd's own gradient of a weight, sample by sample."""
+    x, g, kernel, stride, padding, dilation, groups = conv.drawn(torch.float64)
+    if conv.lost:
+        pytest.skip("no convolution has this gradient")
+    for b in range(conv.B):
+        weight = torch.zeros(conv.O, conv.C // groups, *kernel, dtype=torch.float64, requires_grad=True)
+        y = F.conv2d(x[b : b + 1], weight, stride=stride, padding=padding, dilation=dilation, groups=groups)
+        (gradient,) = torch.autograd.grad(y, weight, g[b : b + 1])
+        got = reference.conv_per_sample(x, g, kernel, stride, padding, dilation, groups)[b]
+        torch.testing.assert_close(got, gradient, rtol=1e-12, atol=1e-12)
+
+
+def check_sum(a: Tensor, g: Tensor, w: Tensor, cut: weighted_sum.Config | None = None) -> None:
+    """Against w·g rounded as the kernel rounds it; the sum's size is that of its terms without their signs."""
+    got = weighted_sum.weighted_sum(a, g, w) if cut is None else weighted_sum.launch(a, g, w, cut)
+    scaled = (g.float() * w.reshape(-1, 1, 1)).to(g.dtype)
+    scaled, a = (torch.where((w != 0).reshape(-1, 1, 1), t, 0) for t in (scaled, a))
+    ones = torch.ones_like(w)
+    close(got, reference.weighted_sum(a, scaled, ones), scale=reference.weighted_sum(a.abs(), scaled.abs(), ones) + 1e-30)
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_weighted_sum(shape, dtype):
+    B, T, I, O = shape
+    w = torch.randn(B)
+    if IS_INTERPRETED:  # whose rounding to bfloat16 drops carries: nothing is rounded where w is a power of two
+        w = torch.exp2(w.round())
+    check_sum(drawn(B, T, I, dtype=dtype), drawn(B, T, O, dtype=dtype), w)
+
+
+@runs_kernels
+@pytest.mark.parametrize("strides", LAYOUTS)
+@pytest.mark.parametrize("num_splits", [1, 2, 3])
+def test_weighted_sum_of_strided(strides, num_splits):
+    a, g, w = drawn(3, 19, 20, strides=strides), drawn(3, 19, 9, strides=strides), torch.randn(6)[::2]
+    check_sum(a, g, w, weighted_sum.Config(16, 16, 16, num_splits, 4, 2))
+
+
+@runs_kernels
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_samples_without_weight_are_not_read(bad):
+    a, g = drawn(4, 9, 5), drawn(4, 9, 6)
+    a[1], g[1], a[3, 2, 1], g[3] = bad, bad, bad, 0
+    check_sum(a, g, torch.tensor([0.5, 0.0, -2.0, -0.0]))
+    assert weighted_sum.weighted_sum(a, g, torch.ones(4)).isnan().any()
+    assert torch.equal(weighted_sum.weighted_sum(a, g, torch.zeros(4)), torch.zeros(6, 5))
+
+
+SEGMENTS = [(1, 1, 1), (2, 17, 3), (2, 70, 20), (1, 130, 40)]
+"""(B, T, D)"""
+
+
+@runs_kernels
+@pytest.mark.parametrize("padding_id", [None, 0, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SEGMENTS)
+def test_segment_norm(shape, dtype, padding_id):
+    B, T, D = shape
+    ids, g = torch.randint(-1, 12, (B, T)), drawn(B, T, D, dtype=dtype)
+    expected = reference.segment_sq_norms(ids, g, padding_id)
+    close(segment_norm.segment_sq_norms(ids, g, padding_id), expected)
+    close(segment_norm.segment_sq_norms(ids.int(), g, padding_id), expected)
+
+
+@runs_kernels
+@pytest.mark.parametrize("strides", LAYOUTS)
+def test_segment_norm_of_strided(strides):
+    ids, g = torch.randint(0, 4, (19, 2)).T, drawn(2, 19, 20, strides=strides)
+    for cut in (segment_norm.config(g), segment_norm.Config(16, 16, 16, 4, 2)):
+        close(segment_norm.launch(ids, g, None, cut), reference.segment_sq_norms(ids, g))
+
+
+@runs_kernels
+def test_ids_are_not_rounded():
+    ids = torch.tensor([[2**40, 2**40 + 1, 2**53 + 1, 2**53]])
+    assert segment_norm.segment_sq_norms(ids, torch.ones(1, 4, 1)).item() == 4
+
+
+def test_the_reference_of_segments_is_the_table():
+    ids, g = torch.randint(0, 5, (3, 20)), drawn(3, 20, 4).double()
+    table = torch.zeros(3, 5, 4, dtype=torch.float64).scatter_add_(1, ids.unsqueeze(2).expand(g.shape), g)
+    for padding_id, counted in ((None, table), (2, table[:, [0, 1, 3, 4]])):
+        got = reference.segment_sq_norms(ids, g, padding_id)
+        torch.testing.assert_close(got, counted.square().sum((1, 2)), rtol=1e-12, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_padding_is_not_read():
+    ids, g = torch.tensor([[0, 1, 0, 2]]), drawn(1, 4, 3)
+    g[0, 1] = torch.nan
+    assert segment_norm.segment_sq_norms(ids, g, 1).isfinite().all()
+    assert segment_norm.segment_sq_norms(ids, g).isnan().all()
+
+
+NORMS = {"gram": lambda a, g: gram_norm.gram_sq_norms(a, g)[0], "direct": direct_norm.direct_sq_norms}
+"""of a and g"""
+
+
+@runs_kernels
+@pytest.mark.parametrize("norms", NORMS.values(), ids=NORMS)
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, in the interpreter
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_bad_sample_stays_alone(norms, bad):
+    a, g = drawn(3, 20, 5), drawn(3, 20, 6)
+    expected = norms(a, g)
+    a[1, 3, 2] = bad
+    got = norms(a, g)
+    assert not got[1].isfinite()
+    assert torch.equal(got[[0, 2]], expected[[0, 2]])
+
+
+@runs_kernels
+@pytest.mark.parametrize("norms", NORMS.values(), ids=NORMS)
+def test_offsets_past_two_to_the_31(norms):
+    """Storage in which samples, positions and columns lie more than 2^31 elements apart, touched only where they lie."""
+    storage = torch.empty(2**31 + 100, dtype=torch.bfloat16)
+    for strides in ((2**31 - 60, 3, 1), (3, 2**31 // 17, 1), (54, 1, 2**30)):
+        a = storage.as_strided((2, 18, 3), strides)
+        a.copy_(torch.randn(a.shape))
+        g = drawn(2, 18, 4, dtype=torch.bfloat16)
+        torch.testing.assert_close(norms(a, g), norms(a.contiguous(), g), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 2, 2), (2, 0, 3, 4), (2, 3, 0, 4), (2, 3, 4, 0)])
+def test_nothing_gives_nothing(shape):
+    B, T, I, O = shape
+    a, g = drawn(B, T, I), drawn(B, T, O)
+    for norms in NORMS.values():
+        assert torch.equal(norms(a, g), torch.zeros(B))
+    assert torch.equal(weighted_sum.weighted_sum(a, g, torch.ones(B)), torch.zeros(O, I))
+    ids = torch.zeros(B, T, dtype=torch.long)
+    assert torch.equal(segment_norm.segment_sq_norms(ids, g if I else a), torch.zeros(B))
+
+
+def test_the_cpu_has_the_reference():
+    a, g = drawn(2, 5, 3, dtype=torch.float64), drawn(2, 5, 4, dtype=torch.float64)
+    for got, expected in zip(gram_norm.gram_sq_norms(a, g), reference.gram_sq_norms(a, g), strict=True):
+        assert torch.equal(got, expected)
+    assert torch.equal(direct_norm.direct_sq_norms(a, g), reference.direct_sq_norms(a, g))
+
+
+@pytest.mark.parametrize("norms", NORMS.values(), ids=NORMS)
+def test_sides_that_do_not_fit_are_refused(norms):
+    with pytest.raises(ValueError, match=r"a \(2, 5, 3\) on .* and g \(2, 4, 3\) .* must be \[B, T, I\] and \[B, T, O\]"):
+        norms(drawn(2, 5, 3), drawn(2, 4, 3))
+
+
+CALLS = {
+    "gram": lambda: (gram_norm.gram_sq_norms, (drawn(2, 5, 3), drawn(2, 5, 4))),
+    "gram bf16": lambda: (gram_norm.gram_sq_norms, (drawn(2, 5, 3).bfloat16(), drawn(2, 5, 4).bfloat16())),
+    "direct": lambda: (direct_norm.direct_sq_norms, (drawn(2, 5, 3), drawn(2, 5, 4))),
+    "conv": lambda: (conv_norm.conv_per_sample, CONVS["groups"].drawn(torch.float32)),
+    "conv bf16": lambda: (conv_norm.conv_per_sample, CONVS["plain"].drawn(torch.bfloat16, torch.channels_last)),
+    "conv norm": lambda: (conv_norm.conv_sq_norms, CONVS["plain"].drawn(torch.bfloat16)),
+    "sum": lambda: (weighted_sum.weighted_sum, (drawn(2, 5, 3), drawn(2, 5, 4), torch.randn(2))),
+    "sum bf16": lambda: (weighted_sum.weighted_sum, (drawn(2, 5, 3).bfloat16(), drawn(2, 5, 4).bfloat16(), torch.randn(2))),
+    "segments": lambda: (segment_norm.segment_sq_norms, (torch.zeros(2, 5, dtype=torch.long), drawn(2, 5, 4))),
+    "segments with padding": lambda: (segment_norm.segment_sq_norms, (torch.arange(10).view(2, 5), drawn(2, 5, 4), 3)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_graphs_take_the_ops(call):
+    op, arguments = call()
+    torch._dynamo.reset()  # else eight ops are too many for one lambda
+    torch.library.opcheck(op, arguments)
+    expected = op(*arguments)
+    traced = make_fx(lambda *tensors: op(*tensors), tracing_mode="fake")(*arguments)
+    compiled = torch.compile(lambda *tensors: op(*tensors), fullgraph=True, backend="aot_eager")
+    assert [node for node in traced.graph.nodes if "samplewise" in str(node.target)]
+    for got in (traced(*arguments), compiled(*arguments)):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
