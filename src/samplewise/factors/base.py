@@ -7,25 +7,8 @@ import torch
 from torch import Tensor
 
 from samplewise.plan import CHUNK_BYTES, Use
+from samplewise.precision import wide
 from samplewise.tracing import doubt, is_tracing
-
-
-def wide(t: Tensor) -> Tensor:
-    """`t` in the dtype that sums are accumulated in: float32 for half precision, otherwise its own."""
-    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
-
-
-def wide_product(x: Tensor, y: Tensor) -> Tensor:
-    """x @ y for [..., n, k] and [..., k, m], accumulated and given in float32 or better.
-
-    On a GPU half precision goes through its tensor cores as it is: a product of two such numbers is exact in float32.
-    """
-    if not (x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)):
-        return wide(x) @ wide(y)
-    lead = x.shape[:-2]
-    product = torch.bmm(x.flatten(0, -3), y.flatten(0, -3), out_dtype=torch.float32)
-    return product.reshape(*lead, *product.shape[1:])
-
 
 CHUNK_ELEMENTS = 1 << 24
 """What is built for all samples, rows of a weight or pairs of samples, is built for so many at once that it stays below this."""

@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from samplewise.factors.base import Factor, flat, sq_lengths, wide
+from samplewise.factors.base import Factor, flat, sq_lengths
+from samplewise.precision import wide
 from samplewise.tracing import is_tracing
 
 

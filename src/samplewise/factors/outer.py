@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from samplewise.factors.base import Factor, arrange, fitting, mended, sq_lengths, squares, wide, wide_product
+from samplewise.factors.base import Factor, arrange, fitting, mended, sq_lengths, squares
 from samplewise.plan import TILE, Use, norm_route
+from samplewise.precision import wide, wide_product
 
 
 class Outer(Factor):

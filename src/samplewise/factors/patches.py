@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samplewise.factors.base import Factor, flat, wide
+from samplewise.factors.base import Factor, flat
 from samplewise.factors.outer import Outer
 from samplewise.plan import Use, norm_route
+from samplewise.precision import wide
 
 
 @dataclass(frozen=True)

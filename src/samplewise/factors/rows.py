@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from samplewise.factors.base import Factor, squares, wide
+from samplewise.factors.base import Factor, squares
+from samplewise.precision import wide
 
 
 class Rows(Factor):
@@ -82,7 +83,9 @@ class Rows(Factor):
         """Rows that a sample did not look up are |0 - center|², counted and not built."""
         rows, is_used, sums = self._segments()
         center = sums.new_zeros(self.shape) if center is None else center.to(sums.dtype)
-        num_users = squares(center).new_zeros(self.shape[0]).index_add_(0, rows.flatten(), is_used.flatten().to(squares(center)))
+        num_users = (
+            squares(center).new_zeros(self.shape[0]).index_add_(0, rows.flatten(), is_used.flatten().to(squares(center)))
+        )
         total = squares(center) * (self.num_samples - num_users).unsqueeze(1)
         own = torch.where(is_used.unsqueeze(2), squares(sums - center[rows]), 0)
         return total.index_add_(0, rows.flatten(), own.flatten(0, 1))

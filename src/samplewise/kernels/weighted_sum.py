@@ -5,10 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from samplewise.factors.base import wide
 from samplewise.kernels import reference
 from samplewise.kernels.backend import check_positions, dot, has_kernel, jit, num_processors, power_of_two, precision, tl
 from samplewise.kernels.direct_norm import grouped
+from samplewise.precision import wide
 
 
 @torch.library.custom_op("samplewise::weighted_sum", mutates_args=())

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samplewise.factors.base import wide
 from samplewise.factors.dense import Dense
 from samplewise.ops.pointwise import spread_sum
 from samplewise.ops.registry import Meeting, rule
 from samplewise.plan import CHUNK_BYTES
+from samplewise.precision import wide
 from samplewise.samples import Fold
 
 

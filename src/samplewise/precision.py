@@ -1,0 +1,21 @@
+"""In which precision sums are accumulated."""
+
+import torch
+from torch import Tensor
+
+
+def wide(t: Tensor) -> Tensor:
+    """`t` in the dtype that sums are accumulated in: float32 for half precision, otherwise its own."""
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+
+
+def wide_product(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y for [..., n, k] and [..., k, m], accumulated and given in float32 or better.
+
+    On a GPU half precision goes through its tensor cores as it is: a product of two such numbers is exact in float32.
+    """
+    if not (x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)):
+        return wide(x) @ wide(y)
+    lead = x.shape[:-2]
+    product = torch.bmm(x.flatten(0, -3), y.flatten(0, -3), out_dtype=torch.float32)
+    return product.reshape(*lead, *product.shape[1:])
