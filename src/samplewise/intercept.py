@@ -49,7 +49,7 @@ from samplewise.samples import Layout, Lost, Mark
 from samplewise.saving import kept_as_is
 from samplewise.sight import CustomFunction
 from samplewise.tap import Gate, Note, Recorder, Tap, Targets, is_wanted
-from samplewise.weights import Weight
+from samplewise.weights import Weight, looked_up
 
 OPAQUE = set(
     "array backward_hooks base contains data_ptr deepcopy device dim dtype element_size format get_device grad grad_fn "
@@ -180,10 +180,11 @@ class Intercept(TorchFunctionMode):
         picked = routed or any(weight.is_picked for _, weight in weights)
         if picked and not routed and not (name in ELEMENTWISE or moves(name)):
             refuse_picked(name, weights)
+        rows = None if picked else looked_up(name, args, kwargs)
         with kept_as_is():
             out = func(*args, **kwargs)
         for t in tensors_in((out,)):
-            self.weights.derive(t, weights, name, is_picked=picked)
+            self.weights.derive(t, weights, name, is_picked=picked, rows=rows)
             if not t.requires_grad:
                 self.recorder.constants.set(t, True)
         return out
