@@ -29,6 +29,7 @@ import gpu_worker
 from gpu_methods import METHODS
 from gpu_models import ROWS
 from gpu_results import Results, device_name, machine
+from gpu_worker import TRUTH
 
 HERE = Path(__file__).parent
 PEERS = HERE.parent / ".peers"
@@ -62,7 +63,7 @@ class Job:
     @property
     def first(self) -> int:
         """The order of warming up: the truth, which others wait for, then what must be compiled."""
-        return 0 if self.method == gpu_worker.TRUTH else 1 if METHODS[self.method].compiled else 2
+        return 0 if self.method == TRUTH else 1 if METHODS[self.method].compiled else 2
 
     @property
     def gib(self) -> float:
@@ -177,7 +178,7 @@ def listen(jobs: list[Job], heard: queue.Queue, folder: Path, waits: tuple[str, 
     for job in jobs:
         if job.state in waits and time.monotonic() > job.deadline:
             job.fail(f"took longer than {job.limit:.0f} s")
-        if job.state == "failed" and job.method == gpu_worker.TRUTH:
+        if job.state == "failed" and job.method == TRUTH:
             truth_path(folder, job).with_suffix(".failed").touch()
 
 
@@ -200,18 +201,21 @@ def main() -> None:
     run = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
     units = [(row, dtype) for dtype in options.dtypes for row in options.rows]
     units = [unit for unit in units if any((*unit, method) not in results.facts for method in options.methods)]
+    longest = 0.0
     with tempfile.TemporaryDirectory() as folder:
         for k in range(0, len(units), options.together):
-            group = units[k : k + options.together]
-            jobs = [Job(*unit, method) for unit in group for method in (gpu_worker.TRUTH, *options.methods)]
+            begin = time.monotonic()
+            if until - begin < longest:
+                print(f"too little is left of {options.budget:.0f} s for more; call again for the rest")
+                break
+            jobs = [Job(*unit, method) for unit in units[k : k + options.together] for method in (TRUTH, *options.methods)]
             again = report(measure(jobs, options, Path(folder), until), results, run)
-            for job in again:  # alone it may fit
+            for job in again:
                 report(measure([job], options, Path(folder), until), results, run)
             for truth in Path(folder).glob("*.truth"):
                 truth.unlink()
-            if time.monotonic() > until - SECONDS_A_TURN * len(jobs):
-                print(f"the budget of {options.budget:.0f} s is over; call again for the rest")
-                break
+            longest = max(longest, time.monotonic() - begin)
+            print(f"{time.monotonic() - begin:.0f} s for these", flush=True)
     print(results.path.with_suffix(".md").read_text())
 
 

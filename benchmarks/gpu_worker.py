@@ -46,13 +46,19 @@ def main(row: str, dtype: str, method: str, tiny: bool, seconds: float, truth: s
         release(device)
         say("ready")
         hear("go")
-        say("timed", **time_alone(seconds))
+        begin = time.time()
+        facts = time_alone(seconds)
+        say("timed", **facts, turn=[begin, time.time()])
     except BaseException as error:
         text = next((line for line in str(error).splitlines() if line.strip()), "").strip()
-        say("failed", failed=f"{type(error).__name__}: {text}"[:300], out_of_memory="out of memory" in str(error).lower())
+        say("failed", failed=f"{type(error).__name__}: {text}"[:300], out_of_memory=out_of_memory(error))
         if "GPU_BENCH_TRACE" in os.environ:
             raise
     os._exit(0)  # without waiting for the device's context to be taken apart in order
+
+
+def out_of_memory(error: BaseException) -> bool:
+    return any(words in str(error) for words in ("out of memory", "ALLOC_FAILED"))
 
 
 def release(device: str) -> None:
