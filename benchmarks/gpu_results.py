@@ -34,11 +34,12 @@ def version(name: str) -> str:
         return "not installed"
 
 
-def device_name() -> str:
+def device_name() -> tuple[str, str]:
     """The first GPU and its driver, asked without opening a context on it."""
     ask = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     done = subprocess.run(ask, capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()[0].replace(", ", ", driver ")
+    name, driver = done.stdout.splitlines()[0].split(", ")
+    return name, f"driver {driver}"
 
 
 @dataclass
@@ -80,7 +81,7 @@ class Results:
         self.path.with_suffix(".md").write_text(markdown(self))
 
     def ratio(self, facts: dict[str, Any], to: str, what: str) -> float | None:
-        """Time or memory over that of `to` in the same run; runs are on machines of their own, so they are not mixed."""
+        """Time or memory over that of `to` in the same run; two runs may be on two machines of a kind, and are not mixed."""
         base = self.facts.get((facts["row"], facts["dtype"], to), {})
         if base.get("run") != facts["run"] or not base.get(what) or not facts.get(what):
             return None
