@@ -118,7 +118,7 @@ synchronised each step; "ms" is the median with the 20th and 80th percentile. Pe
 A clipped sum clips each sample's whole gradient to norm 1; ExpandedWeights, vmap and BackPACK give gradients alone, and norms and
 weighted sum are added by hand. "Changed model" is what Opacus needs where it does not take the model as it is. "Off by" is
 ‖answer - truth‖ / ‖truth‖ over all parameters: on 3 samples of a model of fewer layers in float32 against one float64 backward a
-sample, and on the timed batch in the timed dtype against one float32 backward a sample (gradients as their clipped sum). The
+sample, and on the timed batch in the timed dtype against one float32 backward a sample (gradients by norms and clipped sum). The
 floor counts the products alone. bf16 is weights, activations and gradients in bfloat16; fp32 is torch's default, with TF32 in
 convolutions and without it in products."""
 
