@@ -157,13 +157,13 @@ class Compiled:
         tensors = [t for t in tree_flatten(batch)[0] if isinstance(t, Tensor)]
         if is_fixed:
             compiled = torch.compile(graph, fullgraph=True, dynamic=False)
-            return replayed(compiled, tensors, [*self.model.parameters(), *self.model.buffers()])
+            return replayed(compiled, graph, tensors, [*self.model.parameters(), *self.model.buffers()])
         compiled = torch.compile(graph, fullgraph=True)
 
         def run(*tensors: Tensor) -> list[Tensor]:
             rows = [t for t in tensors if self._has_rows(t, tensors[0].shape[self.batch_dim])]
             for t in rows:
-                torch._dynamo.mark_dynamic(t, self.batch_dim, min=2)
+                torch._dynamo.maybe_mark_dynamic(t, self.batch_dim)
             return compiled(*tensors)
 
         return run

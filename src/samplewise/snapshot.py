@@ -74,8 +74,9 @@ class Snapshot:
 
     def _see_function(self, function: Callable, depth: int) -> None:
         if isinstance(function, types.MethodType):
-            self._see(f"{function.__name__}.__self__", lambda: function.__self__, depth)
-            function = function.__func__
+            method: types.MethodType = function
+            self._see(f"{method.__name__}.__self__", lambda: method.__self__, depth)
+            function = method.__func__
         if not isinstance(function, types.FunctionType):
             self._see_namespace(f"{type(function).__name__}.", getattr(function, "__dict__", {}), depth)
             return

@@ -90,7 +90,7 @@ def embedding_bag(
         if per_sample_weights is not None:
             scale = scale * rest[-1].flatten()
         if offsets is None:
-            positions = _positions_of_bags(layout, tuple(ids.shape))
+            positions = _positions_of_bags(layout, ids.shape)
         else:
             sample = layout.ids.flatten().expand(num_bags)[bag.cpu()] if by_offsets else layout.ids.flatten()
             positions = Fold(sample, layout.num_samples)
@@ -105,7 +105,7 @@ def embedding_bag(
 
 
 @untraced
-def _positions_of_bags(layout: Layout, shape: tuple[int, int]) -> Fold:
+def _positions_of_bags(layout: Layout, shape: torch.Size) -> Fold:
     """Which sample each of the ids [bags, length] is of, once flattened."""
     return Fold(layout.ids.reshape(-1, 1).expand(shape).flatten(), layout.num_samples)
 
