@@ -1,5 +1,6 @@
 """Every kernel against its reference: on the GPU where there is one, else in Triton's interpreter, in a process of its own."""
 
+import doctest
 import os
 import subprocess
 import sys
@@ -317,7 +318,16 @@ def test_padding_is_not_read():
 
 
 NORMS = {"gram": lambda a, g: gram_norm.gram_sq_norms(a, g)[0], "direct": direct_norm.direct_sq_norms}
-"""of a and g"""
+FAR = {
+    **NORMS,
+    "gram in parts": lambda a, g: gram_norm.launch(a, g, gram_norm.Config(16, 16, 2, 4, 2))[0],
+    "sum": lambda a, g: weighted_sum.weighted_sum(a, g, torch.ones(3)),
+    "segment": lambda a, g: segment_norm.segment_sq_norms(torch.arange(18).repeat(3, 1) // 2, a),
+    "conv": lambda a, g: conv_norm.conv_sq_norms(
+        a.permute(0, 2, 1).unsqueeze(2), g.mT.unsqueeze(2), [1, 1], [1, 1], [0, 0], [1, 1], 1
+    ),
+}
+"""What is asked of a whose entries lie far apart."""
 
 
 @runs_kernels
@@ -334,14 +344,18 @@ def test_a_bad_sample_stays_alone(norms, bad):
 
 
 @runs_kernels
-@pytest.mark.parametrize("norms", NORMS.values(), ids=NORMS)
+@pytest.mark.parametrize("norms", FAR.values(), ids=FAR)
 def test_offsets_past_two_to_the_31(norms):
     """Storage in which samples, positions and columns lie more than 2^31 elements apart, touched only where they lie."""
-    storage = torch.empty(2**31 + 100, dtype=torch.bfloat16)
-    for strides in ((2**31 - 60, 3, 1), (3, 2**31 // 17, 1), (54, 1, 2**30)):
-        a = storage.as_strided((2, 18, 3), strides)
+    storage = torch.empty(2**31 + 2**28, dtype=torch.bfloat16)
+    for strides in (
+        (2**30 + 64, 3, 1),
+        (3, 2**31 // 17 + 16, 1),
+        (54, 1, 2**30 + 8),
+    ):  # each fits 31 bits, twice it does not
+        a = storage.as_strided((3, 18, 3), strides)
         a.copy_(torch.randn(a.shape))
-        g = drawn(2, 18, 4, dtype=torch.bfloat16)
+        g = drawn(3, 18, 4, dtype=torch.bfloat16)
         torch.testing.assert_close(norms(a, g), norms(a.contiguous(), g), rtol=0, atol=0)
 
 
@@ -354,6 +368,19 @@ def test_nothing_gives_nothing(shape):
     assert torch.equal(weighted_sum.weighted_sum(a, g, torch.ones(B)), torch.zeros(O, I))
     ids = torch.zeros(B, T, dtype=torch.long)
     assert torch.equal(segment_norm.segment_sq_norms(ids, g if I else a), torch.zeros(B))
+
+
+def test_nothing_here_is_imported_before_it_is_needed():
+    """And without Triton the ops are there, with the reference's numbers."""
+    code = """
+import sys, samplewise, torch
+assert not [name for name in sys.modules if name.startswith(("triton", "samplewise.kernels"))]
+sys.modules["triton"] = None  # as if it were not installed
+from samplewise.kernels import conv_norm, direct_norm, gram_norm, segment_norm, weighted_sum
+print(direct_norm.direct_sq_norms(torch.ones(1, 2, 3), torch.ones(1, 2, 4)).tolist())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "[48.0]\n", done.stderr
 
 
 def test_the_cpu_has_the_reference():
@@ -381,6 +408,16 @@ CALLS = {
     "segments": lambda: (segment_norm.segment_sq_norms, (torch.zeros(2, 5, dtype=torch.long), drawn(2, 5, 4))),
     "segments with padding": lambda: (segment_norm.segment_sq_norms, (torch.arange(10).view(2, 5), drawn(2, 5, 4), 3)),
 }
+
+
+OPS = {call()[0] for call in CALLS.values()}
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op._name)
+def test_examples(op):
+    """pytest does not look into custom ops."""
+    for example in doctest.DocTestFinder().find(op._init_fn, op._name, globs={"torch": torch, op._init_fn.__name__: op}):
+        assert doctest.DocTestRunner().run(example).failed == 0
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)

@@ -34,9 +34,8 @@ def conv_per_sample(
     if not has_kernel(x_BCHW, g_BOHW):
         return reference.conv_per_sample(x_BCHW, g_BOHW, kernel, stride, padding, dilation, groups).to(g_BOHW.dtype)
     B, C, O = x_BCHW.shape[0], x_BCHW.shape[1], g_BOHW.shape[1]
-    G = g_BOHW.new_empty(B, O, C // groups, *kernel)
-    launch(x_BCHW, g_BOHW, kernel, stride, padding, dilation, groups, config(x_BCHW, g_BOHW, kernel, groups), G)
-    return G
+    G, cut = g_BOHW.new_empty(B, O, C // groups, *kernel), config(x_BCHW, g_BOHW, kernel, groups)
+    return launch(x_BCHW, g_BOHW, kernel, stride, padding, dilation, groups, cut, G)
 
 
 @torch.library.custom_op("samplewise::conv_sq_norms", mutates_args=())
@@ -109,7 +108,7 @@ def launch(
     cut: Config,
     G: Tensor | None = None,
 ) -> Tensor:
-    """n by the kernel below, cut as told, or with G given that one filled (and n left undefined)."""
+    """n by the kernel below, cut as told; or G, where one is given to be filled."""
     (B, C, H, W), (_, O, _, W_out) = x_BCHW.shape, g_BOHW.shape
     C, O = C // groups, O // groups
     if C >= 16 and x_BCHW.stride(1) != 1:  # a copy of the image, once, for loads of 16 bytes instead of 2
@@ -119,15 +118,15 @@ def launch(
     N = C * kernel[0] * kernel[1]
     num_o, num_n = -(-O // cut.block_o), -(-N // cut.block_n)
     num_tiles = groups * num_o * num_n
-    parts = g_BOL.new_empty(B, num_tiles, dtype=torch.float32)
+    out = g_BOL.new_empty(B, num_tiles, dtype=torch.float32) if G is None else G
     with torch.cuda.device_of(g_BOL):
         _kernel[(B * num_tiles,)](
-            x_BCHW, g_BOL, parts if G is None else G, C, O, H, W, g_BOL.shape[2], W_out, N, *kernel, *stride, *padding,
+            x_BCHW, g_BOL, out, C, O, H, W, g_BOL.shape[2], W_out, N, *kernel, *stride, *padding,
             *dilation, groups, *x_BCHW.stride(), *g_BOL.stride(), num_o, num_n,
             IS_NORM=G is None, BLOCK_O=cut.block_o, BLOCK_N=cut.block_n, BLOCK_L=cut.block_l, PRECISION=precision(),
             num_warps=cut.num_warps, num_stages=cut.num_stages,
         )  # fmt: skip
-    return parts.sum(1)
+    return out.sum(1) if G is None else out
 
 
 @jit
