@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from samplewise.kernels import conv_norm, direct_norm, gram_norm, reference, segment_norm, weighted_sum
+from samplewise.kernels import conv_gram_norm, conv_norm, direct_norm, gram_norm, reference, segment_norm, weighted_sum
 from samplewise.kernels.backend import HAS_TRITON, IS_INTERPRETED, jit, tl
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -197,6 +197,14 @@ def test_conv(conv, memory_format):
     expected = reference.conv_per_sample(*arguments)
     close(conv_norm.conv_per_sample(*arguments), expected, scale=expected.abs().max())
     close(conv_norm.conv_sq_norms(*arguments), reference.conv_sq_norms(*arguments))
+    check_conv_gram(arguments, conv_gram_norm.config(arguments[1]))
+    check_conv_gram(arguments, gram_norm.Config(16, 16, 1, 4, 2))
+
+
+def check_conv_gram(arguments: tuple, cut: gram_norm.Config) -> None:
+    (n, m), (expected_n, expected_m) = conv_gram_norm.launch(*arguments, cut), reference.conv_gram_sq_norms(*arguments)
+    close(m, expected_m)
+    close(n, expected_n, scale=expected_m)
 
 
 @runs_kernels
@@ -208,6 +216,7 @@ def test_conv_in_half(dtype):
     rounding = torch.finfo(dtype).eps  # added in float32, rounded once
     torch.testing.assert_close(conv_norm.conv_per_sample(*arguments).float(), expected, rtol=rounding, atol=1e-4)
     close(conv_norm.conv_sq_norms(*arguments), reference.conv_sq_norms(*arguments))
+    check_conv_gram(arguments, conv_gram_norm.config(arguments[1]))
 
 
 @runs_kernels
@@ -230,6 +239,9 @@ def test_the_reference_of_conv_is_the_gradient(conv):
         (gradient,) = torch.autograd.grad(y, weight, g[b : b + 1])
         got = reference.conv_per_sample(x, g, kernel, stride, padding, dilation, groups)[b]
         torch.testing.assert_close(got, gradient, rtol=1e-12, atol=1e-12)
+        n, m = reference.conv_gram_sq_norms(x, g, kernel, stride, padding, dilation, groups)
+        torch.testing.assert_close(n[b], gradient.square().sum(), rtol=1e-12, atol=1e-12)
+        assert n[b] <= m[b] * (1 + 1e-12)
 
 
 def check_sum(a: Tensor, g: Tensor, w: Tensor, cut: weighted_sum.Config | None = None) -> None:
@@ -323,9 +335,10 @@ FAR = {
     "gram in parts": lambda a, g: gram_norm.launch(a, g, gram_norm.Config(16, 16, 2, 4, 2))[0],
     "sum": lambda a, g: weighted_sum.weighted_sum(a, g, torch.ones(3)),
     "segment": lambda a, g: segment_norm.segment_sq_norms(torch.arange(18).repeat(3, 1) // 2, a),
-    "conv": lambda a, g: conv_norm.conv_sq_norms(
-        a.permute(0, 2, 1).unsqueeze(2), g.mT.unsqueeze(2), [1, 1], [1, 1], [0, 0], [1, 1], 1
-    ),
+    "conv": lambda a, g: conv_norm.conv_sq_norms(a.mT.unsqueeze(2), g.mT.unsqueeze(2), [1, 1], [1, 1], [0, 0], [1, 1], 1),
+    "conv Gram": lambda a, g: conv_gram_norm.conv_gram_sq_norms(
+        a.mT.unsqueeze(2), g.mT.unsqueeze(2), [1, 1], [1, 1], [0, 0], [1, 1], 1
+    )[0],
 }
 """What is asked of a whose entries lie far apart."""
 
@@ -376,7 +389,7 @@ def test_nothing_here_is_imported_before_it_is_needed():
 import sys, samplewise, torch
 assert not [name for name in sys.modules if name.startswith(("triton", "samplewise.kernels"))]
 sys.modules["triton"] = None  # as if it were not installed
-from samplewise.kernels import conv_norm, direct_norm, gram_norm, segment_norm, weighted_sum
+from samplewise.kernels import conv_gram_norm, conv_norm, direct_norm, gram_norm, segment_norm, weighted_sum
 print(direct_norm.direct_sq_norms(torch.ones(1, 2, 3), torch.ones(1, 2, 4)).tolist())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -402,6 +415,7 @@ CALLS = {
     "direct": lambda: (direct_norm.direct_sq_norms, (drawn(2, 5, 3), drawn(2, 5, 4))),
     "conv": lambda: (conv_norm.conv_per_sample, CONVS["groups"].drawn(torch.float32)),
     "conv bf16": lambda: (conv_norm.conv_per_sample, CONVS["plain"].drawn(torch.bfloat16, torch.channels_last)),
+    "conv Gram": lambda: (conv_gram_norm.conv_gram_sq_norms, CONVS["groups"].drawn(torch.bfloat16)),
     "conv norm": lambda: (conv_norm.conv_sq_norms, CONVS["plain"].drawn(torch.bfloat16)),
     "sum": lambda: (weighted_sum.weighted_sum, (drawn(2, 5, 3), drawn(2, 5, 4), torch.randn(2))),
     "sum bf16": lambda: (weighted_sum.weighted_sum, (drawn(2, 5, 3).bfloat16(), drawn(2, 5, 4).bfloat16(), torch.randn(2))),

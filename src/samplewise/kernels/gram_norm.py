@@ -87,7 +87,7 @@ def launch(a_BTI: Tensor, g_BTO: Tensor, cut: Config) -> tuple[Tensor, Tensor]:
             )
         (parts_n, parts_m), Q = (n, m), n.shape[1]
         n, m = (a_BTI.new_empty(B, dtype=torch.float32) for _ in range(2))
-        _total_kernel[(B,)](parts_n, parts_m, n, m, Q, BLOCK=power_of_two(Q, least=16, most=1024), num_warps=1)
+        total_kernel[(B,)](parts_n, parts_m, n, m, Q, BLOCK=power_of_two(Q, least=16, most=1024), num_warps=1)
         return n, m
 
 
@@ -101,7 +101,7 @@ def pair_of_tiles(p):
 
 
 @jit
-def _gram_tile(
+def gram_tile(
     x_ptr, stride_t, stride_k, i, j, T, K, start, stop,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -133,8 +133,8 @@ def _fused_kernel(
     program = tl.program_id(0)
     b = (program // P).to(tl.int64)
     i, j = pair_of_tiles(program % P)
-    of_a = _gram_tile(a_ptr + b * a_stride_b, a_stride_t, a_stride_i, i, j, T, I, 0, I, BLOCK_T, BLOCK_K, PRECISION)
-    of_g = _gram_tile(g_ptr + b * g_stride_b, g_stride_t, g_stride_o, i, j, T, O, 0, O, BLOCK_T, BLOCK_K, PRECISION)
+    of_a = gram_tile(a_ptr + b * a_stride_b, a_stride_t, a_stride_i, i, j, T, I, 0, I, BLOCK_T, BLOCK_K, PRECISION)
+    of_g = gram_tile(g_ptr + b * g_stride_b, g_stride_t, g_stride_o, i, j, T, O, 0, O, BLOCK_T, BLOCK_K, PRECISION)
     n = tl.sum(tl.sum(of_a * of_g, 1), 0)
     r = tl.arange(0, BLOCK_T)
     is_diagonal = (i == j) & (r[:, None] == r[None, :])
@@ -164,10 +164,10 @@ def _partial_kernel(
     at = tl.where(is_a, c, c - num_a) * steps * BLOCK_K
     stop = min(at + steps * BLOCK_K, K)
     if IS_DENSE:  # loads are wide where the compiler sees that columns are adjacent
-        tile = _gram_tile(x_ptr, stride_t, 1, i, j, T, K, at, stop, BLOCK_T, BLOCK_K, PRECISION)
+        tile = gram_tile(x_ptr, stride_t, 1, i, j, T, K, at, stop, BLOCK_T, BLOCK_K, PRECISION)
     else:
         stride_k = tl.where(is_a, a_stride_i, g_stride_o)
-        tile = _gram_tile(x_ptr, stride_t, stride_k, i, j, T, K, at, stop, BLOCK_T, BLOCK_K, PRECISION)
+        tile = gram_tile(x_ptr, stride_t, stride_k, i, j, T, K, at, stop, BLOCK_T, BLOCK_K, PRECISION)
     tl.store(out, tile)
 
 
@@ -198,7 +198,7 @@ def _meet_kernel(
 
 
 @jit
-def _total_kernel(parts_n_ptr, parts_m_ptr, n_ptr, m_ptr, num, BLOCK: tl.constexpr):
+def total_kernel(parts_n_ptr, parts_m_ptr, n_ptr, m_ptr, num, BLOCK: tl.constexpr):
     """One program: n and m of a sample from their parts, always in the same order."""
     b = tl.program_id(0)
     row, column = b.to(tl.int64) * num, tl.arange(0, BLOCK)
