@@ -38,7 +38,7 @@ def conv_per_sample(
     g = wide(g_BOHW).reshape(B, groups, O // groups, -1)
     taps = _taps(wide(x_BCHW), g_BOHW, kernel, stride, padding, dilation)
     of_taps = [(g @ tap.reshape(B, groups, C // groups, -1).mT).reshape(B, O, C // groups) for tap in taps]
-    return torch.stack(of_taps, -1).reshape(B, O, C // groups, *kernel)
+    return torch.stack(of_taps, 2).reshape(B, O, *kernel, C // groups).permute(0, 1, 4, 2, 3)
 
 
 def conv_sq_norms(
