@@ -20,6 +20,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RUNS_KERNELS = HAS_TRITON and (DEVICE == "cuda" or IS_INTERPRETED)
 runs_kernels = pytest.mark.skipif(not RUNS_KERNELS, reason="needs CUDA or TRITON_INTERPRET=1")
 
+once = pytest.mark.skipif(IS_INTERPRETED, reason="has run in the process that started this one")
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 TOLERANCE = 2e-5
@@ -227,6 +229,7 @@ def test_conv_however_it_is_cut():
         close(conv_norm.launch(x, g, *geometry, cut), reference.conv_sq_norms(x, g, *geometry))
 
 
+@once
 @pytest.mark.parametrize("conv", CONVS.values(), ids=CONVS)
 def test_the_reference_of_conv_is_the_gradient(conv):
     """Autograd's own gradient of a weight, sample by sample."""
@@ -383,6 +386,7 @@ def test_nothing_gives_nothing(shape):
     assert torch.equal(segment_norm.segment_sq_norms(ids, g if I else a), torch.zeros(B))
 
 
+@once
 def test_nothing_here_is_imported_before_it_is_needed():
     """And without Triton the ops are there, with the reference's numbers."""
     code = """
@@ -434,6 +438,7 @@ def test_examples(op):
         assert doctest.DocTestRunner().run(example).failed == 0
 
 
+@once
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_graphs_take_the_ops(call):
     op, arguments = call()

@@ -57,7 +57,7 @@ def config(a_BTI: Tensor, g_BTO: Tensor) -> Config:
     num_tiles = -(-T // block_t)
     num_pairs = B * num_tiles * (num_tiles + 1) // 2
     if not is_half:  # three products each: programs wait for themselves, and more of them fit
-        return Config(block_t, 32, max(1, min(6 * num_programs // (2 * num_pairs), (I + O) // 512, 5)), 4, 3)
+        return Config(block_t, 32, max(1, min(3 * num_programs // num_pairs, (I + O) // 512, 5)), 4, 3)
     if is_long and num_pairs <= num_programs:
         return Config(block_t, 64, max(num_programs // num_pairs, round((I + O) / 6400)), 8 if block_t == 128 else 4, 3)
     if block_t == 128:
