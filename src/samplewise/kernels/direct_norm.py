@@ -39,7 +39,7 @@ class Config(NamedTuple):
 
 
 def config(a_BTI: Tensor, g_BTO: Tensor) -> Config:
-    """The cut for these shapes, the best of ten on an H200: 762 TFLOP/s for B4 T2048 2048→8192 in bfloat16."""
+    """The cut for these shapes, within 1 % of the quickest tried on an H200 (360 µs for B4 T2048 2048→8192, bfloat16)."""
     (_, T, I), O = a_BTI.shape, g_BTO.shape[2]
     is_half = g_BTO.element_size() == 2
     block_o = power_of_two(O, least=16, most=128)
