@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from samplewise.factors.base import wide
 from samplewise.kernels import reference
 from samplewise.kernels.backend import dot, has_kernel, jit, power_of_two, precision, tl
 from samplewise.kernels.conv_norm import check_images
 from samplewise.kernels.gram_norm import Config, gram_tile, pair_of_tiles, total_kernel
+from samplewise.precision import wide
 
 
 @torch.library.custom_op("samplewise::conv_gram_sq_norms", mutates_args=())
