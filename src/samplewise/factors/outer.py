@@ -44,6 +44,8 @@ class Outer(Factor):
         return cls(a_BTI.unsqueeze(2), g_BTO.unsqueeze(2), sizes=shape, order=(0, 1), shape=shape)
 
     def materialize(self) -> Tensor:
+        if self._is_turned():
+            return self.a[:, :, 0].conj().mT @ self.g[:, :, 0]
         return arrange(self._product(self.a, self.g), self.sizes, self.order, self.shape)
 
     def select(self, samples: Tensor | slice) -> "Outer":

@@ -50,7 +50,8 @@ class Patches(Factor):
         T, groups = self.g.shape[1] * self.g.shape[3:].numel(), self.geometry.groups
         held = sum(t.numel() * t.element_size() for t in self.tensors())
         I *= torch.Size(kernel).numel()
-        return Use(self.num_samples, T, groups, I, O // groups, self.g.element_size(), held, is_patched=True)
+        sizes = (self.num_samples, T, groups, I, O // groups, self.g.element_size(), held)
+        return Use(*sizes, is_patched=True, gathers=self._has_kernel())
 
     def select(self, samples: Tensor | slice) -> "Patches":
         return Patches(self.x[samples], self.g[samples], self.geometry)
