@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import samplewise as sw
 from samplewise.cli import main
 from samplewise.cli.audit import audited_digits
+from samplewise.dp import accounting
 from samplewise.dp.auditing import NOBODY, ROW, GradientCanaries, audit, epsilon_lower_bound, guesses, p_value
 from samplewise.testing import oracle
 
@@ -265,21 +266,44 @@ def test_coordinates_are_distinct_and_all_over_the_model(losses):
 
 # --- private training, audited -------------------------------------------------------------------------------------------------
 
-SMALL_AUDIT = {"epsilon": 3.0, "delta": 1e-5, "num_canaries": 600, "steps": 12, "confidence": 0.95, "seed": 0}
+SMALL_AUDIT = {
+    "epsilon": 3.0,
+    "delta": 1e-5,
+    "num_canaries": 600,
+    "steps": 10,
+    "batch_size": 1000,
+    "confidence": 0.95,
+    "seed": 0,
+}
+Z = 2.49
 
 
+@pytest.fixture
+def _noise_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for the noise takes longer than the training."""
+    monkeypatch.setattr("samplewise.cli.audit.noise_multiplier_for", lambda **targets: Z)
+
+
+def test_the_known_noise_is_what_the_claim_needs():
+    costs = [accounting.epsilon([accounting.Steps(z, 1000 / (1397 + 600), 10)], delta=1e-5) for z in (Z, 0.99 * Z)]
+    assert costs[0] <= 3.0 < costs[1]
+
+
+@pytest.mark.usefixtures("_noise_is_known")
 def test_private_training_keeps_its_claim_as_far_as_the_audit_sees():
     """A training that keeps its claim fails this with probability 5% at most over seeds; the seed is fixed."""
     result = audited_digits(**SMALL_AUDIT, black_box=False, noise_factor=1.0)
     assert 0.2 < result.best.lower_bound < 3.0  # above 0: the canaries are seen at all
 
 
+@pytest.mark.usefixtures("_noise_is_known")
 def test_a_tenth_of_the_noise_is_caught():
     result = audited_digits(**SMALL_AUDIT, black_box=False, noise_factor=0.1)
     assert result.is_refuted
     assert result.best.num_correct / result.best.num_guesses > 0.98
 
 
+@pytest.mark.usefixtures("_noise_is_known")
 def test_input_canaries_bound_from_below_too():
     result = audited_digits(**SMALL_AUDIT, black_box=True, noise_factor=1.0)
     assert 0 <= result.best.lower_bound < 3.0
@@ -288,10 +312,11 @@ def test_input_canaries_bound_from_below_too():
 # --- the command ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("_noise_is_known")
 @pytest.mark.parametrize(("flags", "status"), [([], 0), (["--broken"], 1)])
 def test_command_prints_and_writes_what_was_found(tmp_path: Path, flags, status):
     output = tmp_path / "new" / "audit.json"
-    known = ["--canaries", "600", "--steps", "12", "--output", str(output)]
+    known = ["--canaries", "600", "--steps", "10", "--batch-size", "1000", "--output", str(output)]
     result = CliRunner().invoke(main.app, ["audit", *known, *flags], env={"COLUMNS": "200"}, catch_exceptions=False)
     assert result.exit_code == status
     found = json.loads(output.read_text())
@@ -307,6 +332,17 @@ def test_command_prints_and_writes_what_was_found(tmp_path: Path, flags, status)
     assert f"\n{shown}" in result.output
 
 
-@pytest.mark.parametrize("flags", [["--epsilon", "0"], ["--confidence", "0.4"], ["--canaries", "1"], ["--steps", "0"]])
+@pytest.mark.usefixtures("_noise_is_known")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--epsilon", "0"],
+        ["--confidence", "0.4"],
+        ["--canaries", "1"],
+        ["--canaries", "10"],  # too few to refute an epsilon of 3
+        ["--canaries", "20000"],  # more than the model has parameters
+        ["--steps", "0"],
+    ],
+)
 def test_command_refuses_what_makes_no_sense(flags):
     assert CliRunner().invoke(main.app, ["audit", *flags]).exit_code == 2

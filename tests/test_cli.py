@@ -100,6 +100,7 @@ def test_commands_and_flags_are_frozen():
             "--canaries",
             "--black-box",
             "--steps",
+            "--batch-size",
             "--confidence",
             "--broken",
             "--seed",

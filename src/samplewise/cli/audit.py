@@ -1,27 +1,28 @@
 """The job of `samplewise audit`: digits trained privately with canaries among them, and what they show about the claim."""
 
 import copy
+import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-import dp_accounting as dpa
 import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
-from torch.nn.utils import vector_to_parameters
+from torch.utils.data import DataLoader, TensorDataset
+from typer import BadParameter
 
-import samplewise as sw
 from samplewise.cli.console import progress_bar
 from samplewise.cli.demo import NUM_CLASSES, captured_grads, flipped_digits, predictions, small_cnn
+from samplewise.dp import PoissonLoader, PrivateOptimizer, make_private, noise_multiplier_for
 from samplewise.dp.auditing import NOBODY, ROW, Audit, GradientCanaries, audit
+from samplewise.dp.noise import derived_seed
 
-BATCH_SIZE = 256
 LEARNING_RATE = 1.0
 MAX_NORM = 1.0
 LENGTH = 1000 * MAX_NORM
@@ -38,6 +39,7 @@ def show_audit(
     canaries: int,
     black_box: bool,
     steps: int,
+    batch_size: int,
     confidence: float,
     broken: bool,
     seed: int,
@@ -49,17 +51,21 @@ def show_audit(
     console.print(f"{canaries:,} {what} canaries among digits, {steps} steps, {noise} that the claim needs; seed {seed}")
     with progress_bar(console) as bar:
         task = bar.add_task("training", total=steps, state="")
-        result = audited_digits(
-            epsilon=epsilon,
-            delta=delta,
-            num_canaries=canaries,
-            black_box=black_box,
-            steps=steps,
-            confidence=confidence,
-            noise_factor=BROKEN if broken else 1.0,
-            seed=seed,
-            on_step=lambda accuracy: bar.update(task, advance=1, state=f"test accuracy {accuracy:.1%}"),
-        )
+        try:
+            result = audited_digits(
+                epsilon=epsilon,
+                delta=delta,
+                num_canaries=canaries,
+                black_box=black_box,
+                steps=steps,
+                batch_size=batch_size,
+                confidence=confidence,
+                noise_factor=BROKEN if broken else 1.0,
+                seed=seed,
+                on_step=lambda accuracy: bar.update(task, advance=1, state=f"test accuracy {accuracy:.1%}"),
+            )
+        except ValueError as error:
+            raise BadParameter(str(error)) from error
     console.print(table(result))
     is_refuted, words = result.is_refuted, verdict(result)
     shown = ("refuted", "bold red") if is_refuted else ("not refuted", "bold green")
@@ -67,7 +73,14 @@ def show_audit(
     console.print(f"Took {time.perf_counter() - start:.1f} s", highlight=False)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        figures = {"black_box": black_box, "steps": steps, "is_broken": broken, "seed": seed, "is_refuted": is_refuted}
+        figures = {
+            "black_box": black_box,
+            "steps": steps,
+            "batch_size": batch_size,
+            "is_broken": broken,
+            "seed": seed,
+            "is_refuted": is_refuted,
+        }
         lower_bound = result.best.lower_bound
         output.write_text(
             json.dumps(asdict(result) | {"lower_bound": lower_bound} | figures, indent=2) + "\n", encoding="utf-8"
@@ -108,34 +121,39 @@ def audited_digits(
     num_canaries: int,
     black_box: bool,
     steps: int,
+    batch_size: int,
     confidence: float,
     noise_factor: float,
     seed: int,
     on_step: Callable[[float], object] = lambda accuracy: None,
 ) -> Audit:
-    """The audit of a CNN trained on digits with the noise of (epsilon, delta) times `noise_factor`."""
-    # coins that shared random numbers with the training would be guessed for that reason alone
-    coins, data, training = (torch.Generator().manual_seed(3 * seed + k) for k in range(3))
+    """The audit of a CNN trained on digits with the noise that (epsilon, delta) needs, times `noise_factor`."""
+    # coins that shared random numbers with the training, whose seeds derive from 0 and 1, would be guessed for that alone
+    coins, data = (torch.Generator().manual_seed(derived_seed(seed, k)) for k in (2, 3))
     digits = flipped_digits(fraction=0.01, generator=data)
     x, y = digits.x, digits.true
     losses = GradientCanaries(small_cnn(seed=seed), cross_entropies, length=LENGTH)
     canaries = (input_canaries if black_box else gradient_canaries)(num_canaries, losses, generator=data)
-    sample_rate = BATCH_SIZE / (len(x) + num_canaries)
-    sigma = noise_factor * noise_multiplier(epsilon, delta, sample_rate=sample_rate, steps=steps)
+    sample_rate = batch_size / (len(x) + num_canaries)
+    z = noise_multiplier_for(target_epsilon=epsilon, target_delta=delta, sample_rate=sample_rate, steps=steps)
 
     def train(is_in: Tensor) -> Tensor:
         ids = torch.cat([torch.full((len(x),), ROW), torch.where(is_in, canaries[0], NOBODY)])
         rows = ids, torch.cat([x, canaries[1]]), torch.cat([y, canaries[2]])
         seen = copy.deepcopy(losses)  # has the weights that were released last, and no part in the training
         first, drift = seen.weights().detach(), torch.zeros(len(seen.weights()))
-        for weights in private_weights(losses, rows, sample_rate=sample_rate, sigma=sigma, steps=steps, generator=training):
+        optimizer, loader = private(losses, rows, batch_size=batch_size, noise_multiplier=noise_factor * z, seed=seed)
+        for batch in itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), steps):
+            optimizer.zero_grad()
+            losses(*batch).mean().backward()
+            optimizer.step()
             if not black_box:
                 drift += sample_rate * clipped_sum(seen.model, x, y)
-            vector_to_parameters(weights, seen.parameters())
+            seen.load_state_dict(losses.state_dict())
             on_step((predictions(seen.model, digits.test[0]) == digits.test[1]).double().mean().item())
         if black_box:
             return -cross_entropies(seen.model, *canaries[1:])
-        noisy_sums = (first - seen.weights()) * BATCH_SIZE / LEARNING_RATE
+        noisy_sums = (first - seen.weights()) * batch_size / LEARNING_RATE
         return (noisy_sums - drift)[canaries[0]]
 
     return audit(train, num_canaries=num_canaries, epsilon=epsilon, delta=delta, confidence=confidence, generator=coins)
@@ -166,22 +184,13 @@ def input_canaries(m: int, losses: GradientCanaries, *, generator: torch.Generat
     return torch.full((m,), ROW), x, y
 
 
-def noise_multiplier(epsilon: float, delta: float, *, sample_rate: float, steps: int) -> float:
-    step = lambda sigma: dpa.PoissonSampledDpEvent(sample_rate, dpa.GaussianDpEvent(sigma))
-    total = lambda sigma: dpa.SelfComposedDpEvent(step(sigma), steps)
-    return dpa.calibrate_dp_mechanism(dpa.pld.PLDAccountant, total, epsilon, delta)
-
-
-def private_weights(
-    losses: GradientCanaries, rows: Rows, *, sample_rate: float, sigma: float, steps: int, generator: torch.Generator
-) -> Iterator[Tensor]:
-    """The weights [P] after each step of DP-SGD."""
-    for _ in range(steps):
-        is_drawn = torch.rand(len(rows[0]), generator=generator) < sample_rate
-        with sw.capture(losses) as grads:
-            grads.backward(losses(*(part[is_drawn] for part in rows)))
-        total = torch.cat([g.flatten() for g in grads.clipped_sum(max_norm=MAX_NORM).values()])
-        noisy = total + sigma * MAX_NORM * torch.randn(len(total), generator=generator)
-        weights = losses.weights().detach() - LEARNING_RATE / BATCH_SIZE * noisy
-        vector_to_parameters(weights, losses.parameters())
-        yield weights
+def private(
+    losses: GradientCanaries, rows: Rows, *, batch_size: int, noise_multiplier: float, seed: int
+) -> tuple[PrivateOptimizer, PoissonLoader]:
+    """The optimizer and the loader of the private training that users run."""
+    optimizer = torch.optim.SGD(losses.parameters(), lr=LEARNING_RATE)
+    loader = DataLoader(TensorDataset(*rows), batch_size=batch_size)
+    _, private_optimizer, private_loader = make_private(
+        losses, optimizer, loader, noise_multiplier=noise_multiplier, max_grad_norm=MAX_NORM, seed=seed
+    )
+    return private_optimizer, private_loader

@@ -86,7 +86,8 @@ def audit(
         bool,
         typer.Option("--black-box", help="Canaries of random pixels, judged by their loss under the last model alone."),
     ] = False,
-    steps: Annotated[int, typer.Option(min=1, help="How many private steps are taken.")] = 60,
+    steps: Annotated[int, typer.Option(min=1, help="How many private steps are taken.")] = 30,
+    batch_size: Annotated[int, typer.Option(min=1, max=1000, help="How many rows are drawn for a step, on average.")] = 512,
     confidence: Annotated[
         float, typer.Option(min=0.51, max=0.9999, help="1 - the probability of refuting a claim that holds.")
     ] = 0.95,
@@ -106,6 +107,7 @@ def audit(
         canaries=canaries,
         black_box=black_box,
         steps=steps,
+        batch_size=batch_size,
         confidence=confidence,
         broken=broken,
         seed=seed,
