@@ -167,7 +167,7 @@ def clipped_sum(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """The sum [P] of the clipped gradients of all digits, which whoever knows the data can take off what was released.
 
     What remains along a canary's coordinate is the canary, the noise and the chance of the draw. Without it a tenth of the
-    noise goes unnoticed: 60 steps, 1,000 canaries refute an epsilon of 1.6 instead of 4.0.
+    noise goes unnoticed: 1,000 canaries in 60 steps of 256 rows refute an epsilon of 1.6 instead of 4.0.
     """
     grads, _ = captured_grads(model, x, y)
     return torch.cat([g.flatten() for g in grads.clipped_sum(max_norm=MAX_NORM).values()])
