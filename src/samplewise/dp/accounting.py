@@ -51,8 +51,7 @@ def epsilon(history: Iterable[Steps], *, delta: float, accountant: str = "pld") 
     dp = _dp_accounting()
     made = (dp.pld.PLDAccountant if accountant == "pld" else dp.rdp.RdpAccountant)()
     for z, q, num in taken:
-        gaussian = dp.GaussianDpEvent(z)
-        made.compose(dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(q, gaussian) if q < 1 else gaussian, num))
+        made.compose(dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(z)), num)
     return float(made.get_epsilon(delta))
 
 

@@ -24,7 +24,8 @@ class Adaptive:
     quantile: float = 0.5
     learning_rate: float = 0.2
     count_noise: float | None = None
-    """Standard deviation of the noise on the count; a twentieth of the expected batch size if None."""
+    """Standard deviation of the noise on the count; if None a twentieth of the expected batch size, or the noise multiplier where
+    that is more."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.quantile <= 1:
@@ -36,8 +37,8 @@ class Adaptive:
                 f"the count of norms below the bound is released, so its noise must be positive, got {self.count_noise}"
             )
 
-    def count_std(self, expected_batch_size: float) -> float:
-        return expected_batch_size / 20 if self.count_noise is None else self.count_noise
+    def count_std(self, expected_batch_size: float, noise_multiplier: float) -> float:
+        return max(expected_batch_size / 20, noise_multiplier) if self.count_noise is None else self.count_noise
 
     def updated(self, bound: float, centred_count: float, expected_batch_size: float) -> float:
         """The next bound; `centred_count` is sum_b (1[below] - 1/2) with its noise.

@@ -72,7 +72,7 @@ class Privacy:
         if not 0 <= z < math.inf:
             raise ValueError(f"a noise multiplier is 0 or more and finite, got {z}")
         if isinstance(self.how, Adaptive):
-            z = sum_noise_multiplier(z, self.how.count_std(self.loader.batch_size))
+            z = sum_noise_multiplier(z, self.how.count_std(self.loader.batch_size, z))
         bounds = self.bounds()
         if not all(bound > 0 for bound in bounds.values()):
             raise ValueError(f"max_grad_norm is positive, got {self.max_grad_norm}")
@@ -125,7 +125,9 @@ class Privacy:
         if isinstance(self.how, Adaptive):
             session, size = self.session, self.loader.batch_size
             assert not isinstance(self.max_grad_norm, Mapping)
-            count = self.noise.number(session.num_below - session.num_samples / 2, self.how.count_std(size))
+            count = self.noise.number(
+                session.num_below - session.num_samples / 2, self.how.count_std(size, self.noise_multiplier)
+            )
             self.max_grad_norm = self.how.updated(self.max_grad_norm, count, size)
 
     def _refuse_beyond_budget(self) -> None:

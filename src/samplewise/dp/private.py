@@ -95,6 +95,8 @@ def make_private(
     >>> round(optimizer.epsilon(delta=1e-5), 2)
     3.88
     """
+    if loss_reduction not in ("mean", "sum"):
+        raise ValueError(f'loss_reduction is "mean" or "sum", got {loss_reduction!r}')
     _refuse(model, optimizer, options)
     how, groups = _clipping(clipping, groups, max_grad_norm)
     if not isinstance(loader, PoissonLoader):

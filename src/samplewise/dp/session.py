@@ -157,13 +157,15 @@ class Session:
 
     def _close(self) -> Grads | None:
         """Ends the capture, if one is open, and gives it back."""
-        grads, self.grads = self.grads, None
-        if grads is None:
+        if self.grads is None:
             return None
+        if self._thread != threading.get_ident():
+            raise SamplewiseError("the model's forward and the step ran in different threads. Let one thread run both.")
+        grads, self.grads = self.grads, None
         for handle in self._handles:
             handle.remove()
         mode, above = grads._intercept, []
-        was_open = self._thread == threading.get_ident() and mode in _get_current_function_mode_stack()
+        was_open = mode in _get_current_function_mode_stack()
         if was_open:  # a mode that was entered since (a torch.device block) stays
             while _get_current_function_mode_stack()[-1] is not mode:
                 above.append(_pop_mode())
@@ -175,7 +177,7 @@ class Session:
         if not was_open:
             raise SamplewiseError(
                 "a block that changes torch functions (with torch.device(...), a TorchFunctionMode) was left between the model's "
-                "forward and step(), or the two ran in different threads. Put forward, backward and step into the same block."
+                "forward and step(). Put forward, backward and step into the same block."
             )
         return grads
 

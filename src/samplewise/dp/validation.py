@@ -10,7 +10,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-MAX_GROUPS = 32
+MAX_GROUPS, MIN_CHANNELS = 32, 4
+"""A group of one channel would make every vector [N, C] a constant."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ def _problems(model: nn.Module) -> Iterator[Problem]:
 def fix(model: nn.Module) -> list[Change]:
     """Replaces, in the model itself, what `validate` finds and can be replaced; returns what it changed.
 
-    BatchNorm becomes GroupNorm of at most 32 groups, with its scale and shift; an InstanceNorm loses its running statistics. Do
-    it before making the optimizer: a replaced module has parameters of its own.
+    BatchNorm becomes GroupNorm of at most 32 groups of 4 channels or more, with its scale and shift; an InstanceNorm loses its
+    running statistics. Do it before making the optimizer: a replaced module has parameters of its own.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48))
     >>> [str(change) for change in fix(model)]
@@ -105,9 +106,10 @@ def fix(model: nn.Module) -> list[Change]:
 
 def _as_group_norm(norm: nn.Module) -> nn.GroupNorm:
     assert isinstance(norm, _BatchNorm)
-    groups = max(g for g in range(1, MAX_GROUPS + 1) if norm.num_features % g == 0)
+    C = norm.num_features
+    groups = max(g for g in range(1, MAX_GROUPS + 1) if g == 1 or (C % g == 0 and C // g >= MIN_CHANNELS))
     like = norm.weight if norm.affine else next(norm.buffers(), torch.empty(0))
-    made = nn.GroupNorm(groups, norm.num_features, eps=norm.eps, affine=norm.affine, device=like.device, dtype=like.dtype)
+    made = nn.GroupNorm(groups, C, eps=norm.eps, affine=norm.affine, device=like.device, dtype=like.dtype)
     return _with_affine(made, norm)
 
 

@@ -369,7 +369,7 @@ def _counts_evenly(call: Call, target: Tensor, layout: Layout) -> bool:
         return layout.is_even
     ids = layout.ids.expand(target.shape).to(target.device)
     counts = torch.bincount(ids[target != call.arg(4, "ignore_index", -100)].flatten(), minlength=layout.num_samples)
-    return not layout.has_strays and bool((counts == counts[0]).all())
+    return not layout.has_strays and bool((counts == counts[:1]).all())
 
 
 def contracted(call: Call) -> Mark:
