@@ -16,7 +16,7 @@ def test_public_names_are_frozen():
     assert sorted(sw.__all__) == [
         "Gaussian", "Grads", "Kronecker", "NoiseScale", "Rademacher", "RunningMoments", "RunningNoiseScale", "RunningNorms",
         "SamplesMixError", "SamplewiseError", "SparseJL", "UnattributedError", "Verification", "call_for_per_sample_grads",
-        "capture", "per_sample", "verify",
+        "capture", "dp", "per_sample", "verify",
     ]  # fmt: skip
     assert all(hasattr(sw, name) for name in sw.__all__)
 
