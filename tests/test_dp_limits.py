@@ -52,6 +52,28 @@ def test_without_noise_and_bound_it_is_plain_training(name):
     assert optimizer.epsilon(delta=1e-5) == math.inf and optimizer.accountant.num_steps == 10
 
 
+def test_gradients_lie_in_memory_as_their_parameters_do():
+    """A fused optimizer reads both as they lie; the sum of a transposed use lies otherwise."""
+
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.v = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(3, 5).T)
+
+        def forward(self, x):
+            return x @ self.w + F.linear(x, self.v.T)
+
+    ends = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = Turned()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=fused)
+        train(*private(model, optimizer, max_grad_norm=1.0, noise_multiplier=1.0))
+        assert all(p.grad.stride() == p.stride() for p in model.parameters())
+        ends.append(weights(model))
+    assert difference(*ends) < 1e-5
+
+
 def test_every_optimizer_of_torch_is_tried_or_refused():
     known = {
         name

@@ -369,8 +369,11 @@ def test_a_buffer_that_only_counts_is_fine():
         lambda out, y: F.cross_entropy(out, y, reduction="none").topk(10).values.mean(),
         lambda out, y: F.cross_entropy(out, y, reduction="sum"),
         lambda out, y: (lambda each: each[each > each.median()].mean())(F.cross_entropy(out, y, reduction="none")),
+        lambda out, y: F.cross_entropy(out, y, reduction="sum") / (y != 1).sum(),
+        lambda out, y: F.cross_entropy(out, y.flip(0)),
+        lambda out, y: F.cross_entropy(out, y, ignore_index=1),
     ],
-    ids="contrastive centred squared hardest sum above-median".split(),
+    ids="contrastive centred squared hardest sum above-median counted flipped ignored".split(),
 )
 def test_losses_that_mix_samples_or_are_not_a_mean_are_refused(loss):
     with Loop() as run, pytest.raises(SamplewiseError):

@@ -35,7 +35,7 @@ class Part:
 class Listener(Protocol):
     """Hears what the loader hands out."""
 
-    def received(self, part: Part) -> None: ...
+    def received(self, part: Part, batch: Any) -> None: ...
     def ended(self) -> None: ...
 
 
@@ -162,7 +162,7 @@ class PoissonLoader:
                     )
                 part = parts.popleft()
                 self.position = part.draw
-                self._tell(part)
+                self._tell(part, batch)
                 yield batch
                 self.position = part.draw + part.is_last
             self.epoch, self.position = self.epoch + 1, 0
@@ -211,10 +211,10 @@ class PoissonLoader:
 
         yield from DataLoader(self.dataset, batch_sampler=_Given(drawn), collate_fn=self._collate, **self._options)
 
-    def _tell(self, part: Part | None) -> None:
+    def _tell(self, part: Part | None, batch: Any = None) -> None:
         listener = None if self._listener is None else self._listener()
         if listener is not None:
-            listener.ended() if part is None else listener.received(part)
+            listener.ended() if part is None else listener.received(part, batch)
 
 
 class _Collate:

@@ -110,7 +110,9 @@ class Privacy:
                 total = sums.get(name)
                 if total is None:
                     total = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
-                gradients[name] = (self.noise.added(total, stds[group]) / self.divisor).to(p)
+                noisy = self.noise.added(total, stds[group]) / self.divisor
+                # strides as the parameter has: fused optimizers read both as they lie in memory
+                gradients[name] = torch.empty_like(p, requires_grad=False).copy_(noisy)
         self._adapt()
         self.session.drop()
         assert draw is not None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._pytree import tree_leaves
 
 from samplewise.choice import Groups
 from samplewise.dp.clipping import Clipped, clipped
@@ -28,6 +29,7 @@ class Session:
         self.model, self.parameters, self._options = model, dict(parameters), options
         self.part: Part | None = None
         """The batch that was handed out and not stepped on yet."""
+        self._tensors: list[weakref.ref[Tensor]] = []
         self.grads: Grads | None = None
         self.sums: dict[str, Tensor] = {}
         self.num_samples = self.num_below = 0
@@ -45,7 +47,7 @@ class Session:
 
     # --- what the loader says ----------------------------------------------------------------------------------------
 
-    def received(self, part: Part) -> None:
+    def received(self, part: Part, batch: Any) -> None:
         """A batch is handed out."""
         waiting = self.grads is not None and len(self.grads) > 0
         self._close()
@@ -64,6 +66,7 @@ class Session:
                 "counted in another step. Call optimizer.step() for every batch."
             )
         self.part = part
+        self._tensors = [weakref.ref(t) for t in tree_leaves(batch) if isinstance(t, Tensor)]
 
     def ended(self) -> None:
         """The iteration over the loader is over, or was left: what was not stepped on is dropped, and costs nothing."""
@@ -89,11 +92,18 @@ class Session:
         self._thread = threading.get_ident()
         self.grads = grads.__enter__()
         self._handles = [module.register_forward_hook(self._left, always_call=True)]
+        self._mark(grads)
         try:
             self.grads.entered(module, args, kwargs)
         except BaseException:
             self._close()
             raise
+
+    def _mark(self, grads: Grads) -> None:
+        """Labels are of the samples too: a loss that mixes them is seen, as one divided by how many of them count."""
+        for t in (t for ref in self._tensors if (t := ref()) is not None):
+            if t.ndim > grads.batch_dim and t.shape[grads.batch_dim] == grads.num_rows:
+                grads.mark(t)
 
     def _left(self, module: nn.Module, args: Any, out: Any) -> None:
         for handle in self._handles:
