@@ -192,11 +192,46 @@ def test_skipped_steps_are_refused():
 def test_a_draw_that_is_not_completed_is_refused():
     model, optimizer, loader = private(max_grad_norm=1.0, noise_multiplier=1.0, max_physical_batch_size=3)
     with pytest.raises(SamplewiseError, match="was not stepped on"):
-        for x, y in loader:
-            if len(x) < 3 or optimizer.accountant.num_steps:
+        for k, (x, y) in enumerate(loader):
+            if k > 0:
                 continue
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
+    assert optimizer.accountant.num_steps == 0
+
+
+@pytest.mark.parametrize("loop", ["skips", "prefetches"])
+def test_loops_that_are_behind_their_batches_are_refused(loop):
+    """One that prefetches would take the last batch of a draw for the first of the next: a sample may be in both."""
+    model, optimizer, loader = private(max_grad_norm=1.0, noise_multiplier=1.0)
+    batches = iter(loader)
+    x, y = next(batches)
+    if loop == "skips":
+        x, y = next(batches)
+    else:
+        next(batches)
+    with pytest.raises(SamplewiseError, match="ahead of their steps"):
+        F.cross_entropy(model(x), y).backward()
+    with pytest.raises(SamplewiseError, match="ahead of their steps"):
+        optimizer.step()
+    batches.close()
+    train(model, optimizer, loader)
+
+
+def test_a_loop_that_only_looks_is_fine():
+    model, _optimizer, loader = private()
+    with torch.no_grad():
+        assert sum(len(model(x)) for x, _ in loader) > 0
+
+
+def test_less_noise_than_planned_is_stopped_at_the_target():
+    model, optimizer, loader = private(
+        target_epsilon=2.0, target_delta=1e-5, epochs=50, max_grad_norm=1.0, accountant="rdp", batch_size=20
+    )
+    optimizer.noise_multiplier /= 8
+    with pytest.raises(SamplewiseError, match="above the target 2.0"):
+        train(model, optimizer, loader, epochs=50)
+    assert optimizer.accountant.num_steps < 50 and optimizer.epsilon(delta=1e-5, accountant="rdp") <= 2.0
 
 
 def test_gradients_that_were_not_zeroed_are_refused():

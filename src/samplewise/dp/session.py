@@ -30,6 +30,8 @@ class Session:
         self.part: Part | None = None
         """The batch that was handed out and not stepped on yet."""
         self._tensors: list[weakref.ref[Tensor]] = []
+        self._is_behind = False
+        """Whether a batch was handed out before the one before it was stepped on."""
         self.grads: Grads | None = None
         self.sums: dict[str, Tensor] = {}
         self.num_samples = self.num_below = 0
@@ -65,13 +67,14 @@ class Session:
                 f"the last batch of draw {missed} was not stepped on, and draw {part.draw} begins: its gradients would be lost, or "
                 "counted in another step. Call optimizer.step() for every batch."
             )
+        self._is_behind = self._is_behind or self.part is not None
         self.part = part
         self._tensors = [weakref.ref(t) for t in tree_leaves(batch) if isinstance(t, Tensor)]
 
     def ended(self) -> None:
         """The iteration over the loader is over, or was left: what was not stepped on is dropped, and costs nothing."""
         self._close()
-        self.part = None
+        self.part, self._is_behind = None, False
         self.drop()
 
     # --- what the model says -----------------------------------------------------------------------------------------
@@ -80,6 +83,7 @@ class Session:
         """A part of the model is called: opens a capture, if gradients are to come of it."""
         if self.grads is not None or self.part is None or not torch.is_grad_enabled():
             return
+        self._refuse_behind()
         if self.draw is None:
             self._trainable = self.trainable()
         grads = capture(
@@ -128,8 +132,10 @@ class Session:
         if part is None:
             raise SamplewiseError(
                 "step() without a batch of the private loader: every step is for one batch of it, once. Iterate over the loader "
-                "that make_private returned, and step once a batch."
+                "that make_private returned, and step once a batch (next(iter(loader)) ends its iteration at once: keep the "
+                "iterator)."
             )
+        self._refuse_behind()
         self._refuse_foreign_gradients()
         if part.num_samples and (self.grads is None or not len(self.grads)):
             raise SamplewiseError(
@@ -190,6 +196,13 @@ class Session:
                 "forward and step(). Put forward, backward and step into the same block."
             )
         return grads
+
+    def _refuse_behind(self) -> None:
+        if self._is_behind:
+            raise SamplewiseError(
+                "a batch of the private loader was left without step(), or the loop takes batches ahead of their steps, so that it "
+                "is not known which one this is. Step on every batch, also on an empty one, before the next is asked for."
+            )
 
     def _refuse_foreign_gradients(self) -> None:
         found = [name for name, p in self.parameters.items() if p.grad is not None]
