@@ -205,7 +205,8 @@ class PoissonLoader:
                 runs = list(split([rows * self.views for rows in units], self.max_physical_batch_size))
                 for k, run in enumerate(runs):
                     plain = self.units.ids is None and self.views == 1
-                    ids = None if plain else torch.tensor([s for s, rows in enumerate(run) for _ in rows], dtype=torch.long)
+                    ids = [s for s, rows in enumerate(run) for _ in rows]
+                    ids = None if plain else torch.tensor(ids, dtype=torch.long, device="cpu")
                     parts.append(Part(position, len(run), ids, is_last=k == len(runs) - 1))
                     yield [row for rows in run for row in rows]
 
