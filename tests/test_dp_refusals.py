@@ -296,6 +296,14 @@ def test_parameters_added_later_are_refused():
             run.optimizer.step()
 
 
+def test_parameters_replaced_later_are_refused():
+    with Loop() as run:
+        run.model[2] = nn.Linear(8, 3)
+        run.backward()
+        with pytest.raises(SamplewiseError, match=r"'2\.bias' of the optimizer is not in the model any more"):
+            run.optimizer.step()
+
+
 def test_parameters_outside_of_the_optimizer_stay_as_they_are_and_do_not_count():
     model = mlp()
     model, optimizer, loader = private(
@@ -413,6 +421,25 @@ def test_a_buffer_that_only_counts_is_fine():
 def test_losses_that_mix_samples_or_are_not_a_mean_are_refused(loss):
     with Loop() as run, pytest.raises(SamplewiseError):
         loss(run.model(run.x), run.y).backward()
+
+
+def test_class_weights_go_sample_by_sample():
+    """torch's weighted mean divides by the weights of all samples; weighted losses that are averaged do not."""
+    weight = torch.tensor([1.0, 2.0, 3.0])
+    with Loop() as run, pytest.raises(SamplesMixError):
+        F.cross_entropy(run.model(run.x), run.y, weight=weight).backward()
+    with Loop() as run:
+        F.cross_entropy(run.model(run.x), run.y, weight=weight, reduction="none").mean().backward()
+        run.optimizer.step()
+
+
+def test_hooks_on_steps_see_noisy_gradients_once():
+    seen = []
+    model, optimizer, loader = private(max_grad_norm=1.0, noise_multiplier=1.0, max_physical_batch_size=4)
+    optimizer.register_step_pre_hook(lambda opt, args, kwargs: seen.append(model[0].weight.grad is not None))
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, loader)
+    assert seen == [True] * 4
 
 
 def test_a_model_is_private_once():

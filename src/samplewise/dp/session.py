@@ -122,7 +122,14 @@ class Session:
     def aliases(self) -> dict[str, str]:
         """For every name of such a parameter its first name."""
         first = {id(self.parameters[name]): name for name in self.trainable()}
-        return {n: first[id(p)] for n, p in self.model.named_parameters(remove_duplicate=False) if id(p) in first}
+        found = {n: first[id(p)] for n, p in self.model.named_parameters(remove_duplicate=False) if id(p) in first}
+        gone = first.keys() - {id(self.parameters[name]) for name in found.values()}
+        if gone:
+            raise SamplewiseError(
+                f"parameter {min(first[key] for key in gone)!r} of the optimizer is not in the model any more: it was replaced (by a "
+                "new module, load_state_dict(assign=True)) after make_private. Replace it before."
+            )
+        return found
 
     # --- what the step asks ------------------------------------------------------------------------------------------
 
