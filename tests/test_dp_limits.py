@@ -1,5 +1,6 @@
 """Where private training must equal something known: plain training, the big batch, the oracle's clipped sum, Opacus."""
 
+import collections
 import copy
 import math
 
@@ -50,6 +51,28 @@ def test_without_noise_and_bound_it_is_plain_training(name):
     train(model, optimizer, loader, epochs=10)
     assert difference(weights(model), weights(plain)) < 1e-9
     assert optimizer.epsilon(delta=1e-5) == math.inf and optimizer.accountant.num_steps == 10
+
+
+def test_gradients_lie_in_memory_as_their_parameters_do():
+    """A fused optimizer reads both as they lie; the sum of a transposed use lies otherwise."""
+
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.v = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(3, 5).T)
+
+        def forward(self, x):
+            return x @ self.w + F.linear(x, self.v.T)
+
+    ends = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = Turned()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=fused)
+        train(*private(model, optimizer, max_grad_norm=1.0, noise_multiplier=1.0))
+        assert all(p.grad.stride() == p.stride() for p in model.parameters())
+        ends.append(weights(model))
+    assert difference(*ends) < 1e-5
 
 
 def test_every_optimizer_of_torch_is_tried_or_refused():
@@ -370,6 +393,37 @@ def test_a_compiled_model_trains():
     assert difference(weights(model), weights(other)) < 1e-6
 
 
+def test_a_default_device_does_not_reach_draws_and_noise():
+    """What is drawn is drawn on the CPU whatever torch.set_default_device says; "meta" has no values, so that it would show."""
+    rows = [(x, y) for x, y in data(20)]
+    with torch.device("meta"):
+        loader = sw.dp.PoissonLoader(rows, sample_rate=0.5, steps=2, sample_ids=[k // 2 for k in range(20)], views=2, seed=0)
+        drawn = [loader.draw(0, k).tolist() for k in range(2)]
+        assert drawn == [loader.draw(0, k).tolist() for k in range(2)] and drawn[0] != drawn[1]
+        assert all(part.device.type == "cpu" for part in (loader.units.ids, sw.dp.noise.secure_normal(3)))
+        assert abs(sw.dp.Noise(0).number(1.0, 1e-6) - 1) < 1e-4
+        assert abs(sw.dp.Noise(secure=True).number(1.0, 1e-6) - 1) < 1e-4
+        assert [part.num_rows for part in parts_of(loader)] == [2 * 2 * len(units) for units in drawn]
+
+
+def parts_of(loader):
+    """What the loader would tell of its batches, without fetching rows."""
+    seen = collections.deque()
+    sampler = []
+
+    class Fetches:
+        def __init__(self, dataset, batch_sampler, **_):
+            sampler.extend(batch_sampler)
+
+        def __iter__(self):
+            return iter(())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("samplewise.dp.loader.DataLoader", Fetches)
+        list(loader._batches(0, seen))
+    return list(seen)
+
+
 def test_workers_and_a_loader_of_dicts():
     rows = [{"x": torch.randn(5), "y": torch.tensor(k % 3), "name": str(k)} for k in range(30)]
     model = mlp()
@@ -386,10 +440,12 @@ def test_workers_and_a_loader_of_dicts():
     assert max(sizes) <= 4 and optimizer.accountant.num_steps == 5
 
 
-def test_empty_draws_take_a_step_of_noise():
+@pytest.mark.parametrize("of_users", [False, True])
+def test_empty_draws_take_a_step_of_noise(of_users):
     model, optimizer, loader = private(
-        loader=DataLoader(data(30), batch_size=1), max_grad_norm=1.0, noise_multiplier=1.0, verify=True
-    )
+        loader=DataLoader(data(60 if of_users else 30), batch_size=1), max_grad_norm=1.0, noise_multiplier=1.0, verify=True,
+        sample_ids=[k // 2 for k in range(60)] if of_users else None,
+    )  # fmt: skip
     before, empty = weights(model), 0
     for x, y in loader:
         optimizer.zero_grad()

@@ -192,11 +192,46 @@ def test_skipped_steps_are_refused():
 def test_a_draw_that_is_not_completed_is_refused():
     model, optimizer, loader = private(max_grad_norm=1.0, noise_multiplier=1.0, max_physical_batch_size=3)
     with pytest.raises(SamplewiseError, match="was not stepped on"):
-        for x, y in loader:
-            if len(x) < 3 or optimizer.accountant.num_steps:
+        for k, (x, y) in enumerate(loader):
+            if k > 0:
                 continue
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
+    assert optimizer.accountant.num_steps == 0
+
+
+@pytest.mark.parametrize("loop", ["skips", "prefetches"])
+def test_loops_that_are_behind_their_batches_are_refused(loop):
+    """One that prefetches would take the last batch of a draw for the first of the next: a sample may be in both."""
+    model, optimizer, loader = private(max_grad_norm=1.0, noise_multiplier=1.0)
+    batches = iter(loader)
+    x, y = next(batches)
+    if loop == "skips":
+        x, y = next(batches)
+    else:
+        next(batches)
+    with pytest.raises(SamplewiseError, match="ahead of their steps"):
+        F.cross_entropy(model(x), y).backward()
+    with pytest.raises(SamplewiseError, match="ahead of their steps"):
+        optimizer.step()
+    batches.close()
+    train(model, optimizer, loader)
+
+
+def test_a_loop_that_only_looks_is_fine():
+    model, _optimizer, loader = private()
+    with torch.no_grad():
+        assert sum(len(model(x)) for x, _ in loader) > 0
+
+
+def test_less_noise_than_planned_is_stopped_at_the_target():
+    model, optimizer, loader = private(
+        target_epsilon=2.0, target_delta=1e-5, epochs=50, max_grad_norm=1.0, accountant="rdp", batch_size=20
+    )
+    optimizer.noise_multiplier /= 8
+    with pytest.raises(SamplewiseError, match="above the target 2.0"):
+        train(model, optimizer, loader, epochs=50)
+    assert optimizer.accountant.num_steps < 50 and optimizer.epsilon(delta=1e-5, accountant="rdp") <= 2.0
 
 
 def test_gradients_that_were_not_zeroed_are_refused():
@@ -258,6 +293,14 @@ def test_parameters_added_later_are_refused():
         run.optimizer.param_groups[0]["params"].append(extra)
         run.backward()
         with pytest.raises(SamplewiseError, match="had not at make_private"):
+            run.optimizer.step()
+
+
+def test_parameters_replaced_later_are_refused():
+    with Loop() as run:
+        run.model[2] = nn.Linear(8, 3)
+        run.backward()
+        with pytest.raises(SamplewiseError, match=r"'2\.bias' of the optimizer is not in the model any more"):
             run.optimizer.step()
 
 
@@ -369,12 +412,34 @@ def test_a_buffer_that_only_counts_is_fine():
         lambda out, y: F.cross_entropy(out, y, reduction="none").topk(10).values.mean(),
         lambda out, y: F.cross_entropy(out, y, reduction="sum"),
         lambda out, y: (lambda each: each[each > each.median()].mean())(F.cross_entropy(out, y, reduction="none")),
+        lambda out, y: F.cross_entropy(out, y, reduction="sum") / (y != 1).sum(),
+        lambda out, y: F.cross_entropy(out, y.flip(0)),
+        lambda out, y: F.cross_entropy(out, y, ignore_index=1),
     ],
-    ids="contrastive centred squared hardest sum above-median".split(),
+    ids="contrastive centred squared hardest sum above-median counted flipped ignored".split(),
 )
 def test_losses_that_mix_samples_or_are_not_a_mean_are_refused(loss):
     with Loop() as run, pytest.raises(SamplewiseError):
         loss(run.model(run.x), run.y).backward()
+
+
+def test_class_weights_go_sample_by_sample():
+    """torch's weighted mean divides by the weights of all samples; weighted losses that are averaged do not."""
+    weight = torch.tensor([1.0, 2.0, 3.0])
+    with Loop() as run, pytest.raises(SamplesMixError):
+        F.cross_entropy(run.model(run.x), run.y, weight=weight).backward()
+    with Loop() as run:
+        F.cross_entropy(run.model(run.x), run.y, weight=weight, reduction="none").mean().backward()
+        run.optimizer.step()
+
+
+def test_hooks_on_steps_see_noisy_gradients_once():
+    seen = []
+    model, optimizer, loader = private(max_grad_norm=1.0, noise_multiplier=1.0, max_physical_batch_size=4)
+    optimizer.register_step_pre_hook(lambda opt, args, kwargs: seen.append(model[0].weight.grad is not None))
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, loader)
+    assert seen == [True] * 4
 
 
 def test_a_model_is_private_once():

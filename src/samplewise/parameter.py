@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from samplewise.answers import Answers
-from samplewise.factors.base import Factor, squares, wide
+from samplewise.factors.base import Factor, squares
 from samplewise.planner import Planner
+from samplewise.precision import wide
 from samplewise.projections import Projector, projector_of
 from samplewise.tracing import doubt, is_tracing
 

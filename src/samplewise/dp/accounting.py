@@ -1,8 +1,10 @@
 """ε of what was done: steps of noise and sampling, composed by Google's `dp-accounting`."""
 
 import importlib
+import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 ACCOUNTANTS = ("pld", "rdp")
@@ -50,9 +52,10 @@ def epsilon(history: Iterable[Steps], *, delta: float, accountant: str = "pld") 
         return math.inf
     dp = _dp_accounting()
     made = (dp.pld.PLDAccountant if accountant == "pld" else dp.rdp.RdpAccountant)()
-    for z, q, num in taken:
-        made.compose(dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(z)), num)
-    return float(made.get_epsilon(delta))
+    with _quiet():
+        for z, q, num in taken:
+            made.compose(dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(z)), num)
+        return float(made.get_epsilon(delta))
 
 
 def noise_multiplier_for(
@@ -139,6 +142,18 @@ def _checked(steps: Steps) -> Steps:
     if not (z >= 0 and z < math.inf and 0 <= q <= 1 and num >= 0):
         raise ValueError(f"steps have a noise multiplier of 0 or more, a rate in [0, 1] and a number, got {tuple(steps)}")
     return steps
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without a line for every Rényi order that is left out as its series does not converge, which only raises ε."""
+    log = logging.getLogger("absl")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def _dp_accounting() -> Any:

@@ -35,7 +35,7 @@ class Part:
 class Listener(Protocol):
     """Hears what the loader hands out."""
 
-    def received(self, part: Part) -> None: ...
+    def received(self, part: Part, batch: Any) -> None: ...
     def ended(self) -> None: ...
 
 
@@ -162,7 +162,7 @@ class PoissonLoader:
                     )
                 part = parts.popleft()
                 self.position = part.draw
-                self._tell(part)
+                self._tell(part, batch)
                 yield batch
                 self.position = part.draw + part.is_last
             self.epoch, self.position = self.epoch + 1, 0
@@ -205,16 +205,17 @@ class PoissonLoader:
                 runs = list(split([rows * self.views for rows in units], self.max_physical_batch_size))
                 for k, run in enumerate(runs):
                     plain = self.units.ids is None and self.views == 1
-                    ids = None if plain else torch.tensor([s for s, rows in enumerate(run) for _ in rows], dtype=torch.long)
+                    ids = [s for s, rows in enumerate(run) for _ in rows]
+                    ids = None if plain else torch.tensor(ids, dtype=torch.long, device="cpu")
                     parts.append(Part(position, len(run), ids, is_last=k == len(runs) - 1))
                     yield [row for rows in run for row in rows]
 
         yield from DataLoader(self.dataset, batch_sampler=_Given(drawn), collate_fn=self._collate, **self._options)
 
-    def _tell(self, part: Part | None) -> None:
+    def _tell(self, part: Part | None, batch: Any = None) -> None:
         listener = None if self._listener is None else self._listener()
         if listener is not None:
-            listener.ended() if part is None else listener.received(part)
+            listener.ended() if part is None else listener.received(part, batch)
 
 
 class _Collate:

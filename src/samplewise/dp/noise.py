@@ -109,7 +109,7 @@ class Noise:
 
     def number(self, value: float, std: float) -> float:
         """value + N(0, std²)."""
-        return float(self.added(torch.tensor(value, dtype=torch.float64), std))
+        return float(self.added(torch.tensor(value, dtype=torch.float64, device="cpu"), std))
 
     def state_dict(self) -> dict[str, Any]:
         """Where a seeded generator stands; nothing of one that is the operating system's."""

@@ -22,12 +22,13 @@ Bounds = float | Mapping[str, float]
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run may cost, and for how many steps its noise was chosen."""
+    """What a run may cost, and the steps and the noise that were chosen for it."""
 
     epsilon: float
     delta: float
     steps: int
     accountant: str
+    noise_multiplier: float
 
 
 class Privacy:
@@ -110,7 +111,9 @@ class Privacy:
                 total = sums.get(name)
                 if total is None:
                     total = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
-                gradients[name] = (self.noise.added(total, stds[group]) / self.divisor).to(p)
+                noisy = self.noise.added(total, stds[group]) / self.divisor
+                # strides as the parameter has: fused optimizers read both as they lie in memory
+                gradients[name] = torch.empty_like(p, requires_grad=False).copy_(noisy)
         self._adapt()
         self.session.drop()
         assert draw is not None
@@ -132,8 +135,11 @@ class Privacy:
 
     def _refuse_beyond_budget(self) -> None:
         budget, done = self.budget, self.accountant
-        if budget is None or done.num_steps < budget.steps:
+        if budget is None:
             return
+        noises = [self.noise_multiplier, *(steps.noise_multiplier for steps in done.history)]
+        if done.num_steps < budget.steps and min(noises) >= budget.noise_multiplier:
+            return  # as planned
         more = [*done.history, Steps(self.noise_multiplier, self.loader.sample_rate, 1)]
         spent = epsilon(more, delta=budget.delta, accountant=budget.accountant)
         if spent > budget.epsilon:

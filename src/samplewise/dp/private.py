@@ -110,16 +110,7 @@ def make_private(
         )
     elif (sample_ids, views, max_physical_batch_size) != (None, 1, None):
         raise ValueError("sample_ids, views and max_physical_batch_size are the PoissonLoader's, which was given.")
-    budget = _budget(noise_multiplier, target_epsilon, target_delta, epochs, loader.steps, accountant)
-    if budget is not None:
-        noise_multiplier = noise_multiplier_for(
-            target_epsilon=budget.epsilon,
-            target_delta=budget.delta,
-            sample_rate=loader.sample_rate,
-            steps=budget.steps,
-            accountant=accountant,
-        )
-    assert noise_multiplier is not None
+    noise_multiplier, budget = _noise(noise_multiplier, target_epsilon, target_delta, epochs, loader, accountant)
     session = Session(model, _parameters(model, optimizer), {**options, "loss_reduction": loss_reduction})
     privacy = Privacy(
         session,
@@ -182,19 +173,28 @@ def _clipping(
     return how, groups
 
 
-def _budget(
+def _noise(
     noise_multiplier: float | None,
     target_epsilon: float | None,
     target_delta: float | None,
     epochs: int | None,
-    steps: int,
+    loader: PoissonLoader,
     accountant: str,
-) -> Budget | None:
+) -> tuple[float, Budget | None]:
+    """The noise multiplier, and what it was sought for."""
     targets = (target_epsilon, target_delta, epochs)
     if noise_multiplier is not None:
         if targets != (None, None, None):
             raise ValueError("give noise_multiplier, or target_epsilon, target_delta and epochs, for which it is sought")
-        return None
+        return noise_multiplier, None
     if target_epsilon is None or target_delta is None or epochs is None:
         raise ValueError("give noise_multiplier, or all of target_epsilon, target_delta and epochs")
-    return Budget(target_epsilon, target_delta, epochs * steps, accountant)
+    steps = epochs * loader.steps
+    z = noise_multiplier_for(
+        target_epsilon=target_epsilon,
+        target_delta=target_delta,
+        sample_rate=loader.sample_rate,
+        steps=steps,
+        accountant=accountant,
+    )
+    return z, Budget(target_epsilon, target_delta, steps, accountant, z)

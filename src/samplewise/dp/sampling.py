@@ -27,7 +27,7 @@ class Units:
         """
         if sample_ids is None:
             return cls(num_rows)
-        given = torch.as_tensor(sample_ids)
+        given = torch.as_tensor(sample_ids, device="cpu")
         if given.shape != (num_rows,) or given.is_floating_point():
             raise ValueError(
                 f"sample_ids has one integer a row, shape ({num_rows},), got {tuple(given.shape)} of {given.dtype}"
@@ -66,7 +66,7 @@ def poisson_sample(num: int, rate: float, *, generator: torch.Generator) -> Tens
     >>> poisson_sample(4, 1.0, generator=torch.Generator().manual_seed(0)).tolist()
     [0, 1, 2, 3]
     """
-    return (torch.rand(num, dtype=torch.float64, generator=generator) < rate).nonzero().squeeze(1)
+    return (torch.rand(num, dtype=torch.float64, generator=generator, device=generator.device) < rate).nonzero().squeeze(1)
 
 
 def split(units: Sequence[Sequence[int]], max_rows: int | None) -> Iterator[list[Sequence[int]]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._pytree import tree_leaves
 
 from samplewise.choice import Groups
 from samplewise.dp.clipping import Clipped, clipped
@@ -28,6 +29,9 @@ class Session:
         self.model, self.parameters, self._options = model, dict(parameters), options
         self.part: Part | None = None
         """The batch that was handed out and not stepped on yet."""
+        self._tensors: list[weakref.ref[Tensor]] = []
+        self._is_behind = False
+        """Whether a batch was handed out before the one before it was stepped on."""
         self.grads: Grads | None = None
         self.sums: dict[str, Tensor] = {}
         self.num_samples = self.num_below = 0
@@ -45,7 +49,7 @@ class Session:
 
     # --- what the loader says ----------------------------------------------------------------------------------------
 
-    def received(self, part: Part) -> None:
+    def received(self, part: Part, batch: Any) -> None:
         """A batch is handed out."""
         waiting = self.grads is not None and len(self.grads) > 0
         self._close()
@@ -63,12 +67,14 @@ class Session:
                 f"the last batch of draw {missed} was not stepped on, and draw {part.draw} begins: its gradients would be lost, or "
                 "counted in another step. Call optimizer.step() for every batch."
             )
+        self._is_behind = self._is_behind or self.part is not None
         self.part = part
+        self._tensors = [weakref.ref(t) for t in tree_leaves(batch) if isinstance(t, Tensor)]
 
     def ended(self) -> None:
         """The iteration over the loader is over, or was left: what was not stepped on is dropped, and costs nothing."""
         self._close()
-        self.part = None
+        self.part, self._is_behind = None, False
         self.drop()
 
     # --- what the model says -----------------------------------------------------------------------------------------
@@ -77,6 +83,7 @@ class Session:
         """A part of the model is called: opens a capture, if gradients are to come of it."""
         if self.grads is not None or self.part is None or not torch.is_grad_enabled():
             return
+        self._refuse_behind()
         if self.draw is None:
             self._trainable = self.trainable()
         grads = capture(
@@ -89,11 +96,18 @@ class Session:
         self._thread = threading.get_ident()
         self.grads = grads.__enter__()
         self._handles = [module.register_forward_hook(self._left, always_call=True)]
+        self._mark(grads)
         try:
             self.grads.entered(module, args, kwargs)
         except BaseException:
             self._close()
             raise
+
+    def _mark(self, grads: Grads) -> None:
+        """Labels are of the samples too: a loss that mixes them is seen, as one divided by how many of them count."""
+        for t in (t for ref in self._tensors if (t := ref()) is not None):
+            if t.ndim > grads.batch_dim and t.shape[grads.batch_dim] == grads.num_rows:
+                grads.mark(t)
 
     def _left(self, module: nn.Module, args: Any, out: Any) -> None:
         for handle in self._handles:
@@ -108,7 +122,14 @@ class Session:
     def aliases(self) -> dict[str, str]:
         """For every name of such a parameter its first name."""
         first = {id(self.parameters[name]): name for name in self.trainable()}
-        return {n: first[id(p)] for n, p in self.model.named_parameters(remove_duplicate=False) if id(p) in first}
+        found = {n: first[id(p)] for n, p in self.model.named_parameters(remove_duplicate=False) if id(p) in first}
+        gone = first.keys() - {id(self.parameters[name]) for name in found.values()}
+        if gone:
+            raise SamplewiseError(
+                f"parameter {min(first[key] for key in gone)!r} of the optimizer is not in the model any more: it was replaced (by a "
+                "new module, load_state_dict(assign=True)) after make_private. Replace it before."
+            )
+        return found
 
     # --- what the step asks ------------------------------------------------------------------------------------------
 
@@ -118,8 +139,10 @@ class Session:
         if part is None:
             raise SamplewiseError(
                 "step() without a batch of the private loader: every step is for one batch of it, once. Iterate over the loader "
-                "that make_private returned, and step once a batch."
+                "that make_private returned, and step once a batch (next(iter(loader)) ends its iteration at once: keep the "
+                "iterator)."
             )
+        self._refuse_behind()
         self._refuse_foreign_gradients()
         if part.num_samples and (self.grads is None or not len(self.grads)):
             raise SamplewiseError(
@@ -180,6 +203,13 @@ class Session:
                 "forward and step(). Put forward, backward and step into the same block."
             )
         return grads
+
+    def _refuse_behind(self) -> None:
+        if self._is_behind:
+            raise SamplewiseError(
+                "a batch of the private loader was left without step(), or the loop takes batches ahead of their steps, so that it "
+                "is not known which one this is. Step on every batch, also on an empty one, before the next is asked for."
+            )
 
     def _refuse_foreign_gradients(self) -> None:
         found = [name for name, p in self.parameters.items() if p.grad is not None]
