@@ -97,15 +97,16 @@ class ParameterGrads(Answers[Tensor]):
         return factor.weighted_sum(ones)
 
     def _weighted_sum(self, keep: Tensor | None, w: Tensor) -> Tensor:
-        return self._wide_weighted_sum(keep, w).to(self._parameter.dtype)
+        is_half = wide(self._parameter[:0]).dtype != self._parameter.dtype
+        return self._wide_weighted_sum(keep, w, rounded=is_half).to(self._parameter.dtype)
 
-    def _wide_weighted_sum(self, keep: Tensor | None, w: Tensor) -> Tensor:
+    def _wide_weighted_sum(self, keep: Tensor | None, w: Tensor, *, rounded: bool = False) -> Tensor:
         """In float32 or better, as private sums need: what is rounded before noise is added is not bounded any more."""
         factor = self._of(keep)
         if factor.num_samples == 0:
             return torch.zeros_like(wide(self._parameter))
         w = w.to(factor.tensors()[0].device) * self._scale
-        return self._planner.weighted_sum(factor, w)
+        return self._planner.weighted_sum(factor, w, rounded=rounded)
 
     def _of(self, samples: Tensor | None) -> Factor:
         factor = self._factor()

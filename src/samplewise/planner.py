@@ -49,10 +49,10 @@ class Planner:
             return factor.sq_norms(route)
         return torch.cat([part.sq_norms(route) for _, part in factor.chunks(self._chunk_bytes)])
 
-    def weighted_sum(self, factor: Factor, w_B: Tensor) -> Tensor:
+    def weighted_sum(self, factor: Factor, w_B: Tensor, *, rounded: bool = False) -> Tensor:
         """What the factor's `weighted_sum` gives, within the budget."""
         if self.memory is None:
-            return factor.weighted_sum(w_B)
+            return factor.weighted_sum(w_B, rounded=rounded)
         return reduce(torch.add, (part.weighted_sum(w_B[samples]) for samples, part in factor.chunks(self._chunk_bytes)))
 
     def _norm_route(self, name: str, factor: Factor) -> str | None:

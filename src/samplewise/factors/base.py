@@ -113,8 +113,11 @@ class Factor(ABC):
         parts = [sq_lengths(part.materialize()) for _, part in self.chunks()]
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
-    def weighted_sum(self, w_B: Tensor) -> Tensor:
-        """sum_b w[b] * G[b], shape [*shape]; w is real, in float32 or better."""
+    def weighted_sum(self, w_B: Tensor, *, rounded: bool = False) -> Tensor:
+        """sum_b w[b] * G[b], shape [*shape], in float32 or better, or `rounded` to the op's dtype where that is quicker.
+
+        w is real, in float32 or better.
+        """
         total = None
         for samples, part in self.chunks():
             G = wide(part.materialize())

@@ -74,10 +74,14 @@ class Patches(Factor):
             )
         return torch.cat([part.outer().sq_norms(route) for _, part in self.chunks() if isinstance(part, Patches)])
 
-    def weighted_sum(self, w_B: Tensor) -> Tensor:
+    def weighted_sum(self, w_B: Tensor, *, rounded: bool = False) -> Tensor:
         if self.x.is_complex():
             return self.outer().weighted_sum(w_B)
-        g, form = (self.g, lambda x: x.flatten(0, 1)) if self.g.is_cuda else (wide(self.g), lambda x: wide(x).flatten(0, 1))
+        g, form = (
+            (self.g, lambda x: x.flatten(0, 1))
+            if self.g.is_cuda and rounded
+            else (wide(self.g), lambda x: wide(x).flatten(0, 1))
+        )
         g = (g * w_B.reshape(-1, *[1] * (g.ndim - 1)).to(wide(g[:0]).dtype)).to(g.dtype).flatten(0, 1)
         return self._weight_gradient(form, g, self.shape, self.geometry.groups)
 
