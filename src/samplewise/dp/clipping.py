@@ -12,6 +12,7 @@ from samplewise.errors import SamplewiseError
 from samplewise.factors.base import Factor
 from samplewise.factors.pullback import Pullback
 from samplewise.factors.total import Total
+from samplewise.parameter import kept
 from samplewise.queries import Grads
 
 WHOLE = ""
@@ -38,7 +39,7 @@ class Clipped:
     sums: dict[str, Tensor]
     """{name: sum_b w[b] G[b]} in float32 or better, for the parameters that took part."""
     num_samples: int
-    num_below: int
+    num_below: Tensor
     """How many samples have, in every group, a norm up to the bound."""
 
 
@@ -60,7 +61,11 @@ def bounds_of(
     return {name: float(max_grad_norm[name]) for name in names}
 
 
-def clip_weights(norms: Tensor, bound: float, *, eps: float | None = None, margin: float = 0.0) -> Tensor:
+Bound = float | Tensor
+"""A bound on a sample's gradient; a tensor with one number is read when a compiled step runs."""
+
+
+def clip_weights(norms: Tensor, bound: Bound, *, eps: float | None = None, margin: float = 0.0) -> Tensor:
     """w with w[b] = min(1, C / n[b]), or C / (n[b] + eps) with eps (AUTO-S, Bu et al., 2023); 0 where n is not finite.
 
     **Guarantee.** w[b] · n[b] <= C, for norms that are too small by at most `margin` of themselves.
@@ -76,16 +81,16 @@ def clip_weights(norms: Tensor, bound: float, *, eps: float | None = None, margi
     >>> clip_weights(torch.tensor([0.0, 0.5, 4.0, torch.inf, torch.nan]), 2.0).tolist()
     [1.0, 1.0, 0.5, 0.0, 0.0]
     """
-    if not bound > 0:
+    if not isinstance(bound, Tensor) and not bound > 0:
         raise ValueError(f"a bound on gradients is positive, got {bound}")
-    if eps is not None and not (eps > 0 and bound < math.inf):
+    if eps is not None and not (eps > 0 and (isinstance(bound, Tensor) or bound < math.inf)):
         raise ValueError(f"automatic clipping takes a positive eps and a finite bound, got {eps} and {bound}")
     n = norms * (1 + margin)
     w = torch.where(n > bound, bound / n, 1.0) if eps is None else bound / (n + eps)
     return torch.where(n.isfinite(), w, 0.0)
 
 
-def clipped(grads: Grads, bounds: Mapping[str, float], *, groups: Groups | None = None, eps: float | None = None) -> Clipped:
+def clipped(grads: Grads, bounds: Mapping[str, Bound], *, groups: Groups | None = None, eps: float | None = None) -> Clipped:
     """{name: sum_b w_g[b] G[b]}, w_g[b] = min(1, C_g / ‖G_g[b]‖) or C_g / (‖G_g[b]‖ + eps), for each group g of parameters.
 
     **Guarantee.** One sample more or less changes the sums of group g by at most C_g in the 2-norm, and by at most
@@ -104,21 +109,18 @@ def clipped(grads: Grads, bounds: Mapping[str, float], *, groups: Groups | None 
     names_of = {WHOLE: list(grads)} if groups is None else grouped(grads._aliases, groups)
     B = grads.batch_size or 0
     if not len(grads) or B == 0:
-        return Clipped({}, B, 0)
+        return Clipped({}, B, torch.zeros((), dtype=torch.long))
     _refuse_rounded_sums(grads)
     norms = {WHOLE: grads.norms()} if groups is None else grads.norms(groups=groups)
     margin = _margin(grads)
     weights = {g: clip_weights(n, bounds[g], eps=eps, margin=margin) for g, n in norms.items()}
     below = torch.stack([n * (1 + margin) <= bounds[g] for g, n in norms.items()]).all(0)
     counted = torch.stack([n.isfinite() for n in norms.values()]).all(0)
-    keep = None if bool(counted.all()) else counted.nonzero().squeeze(1)
-    sums = {
-        name: grads[name]._wide_weighted_sum(keep, weights[g] if keep is None else weights[g][keep])
-        for g, names in names_of.items()
-        for name in names
-        if name in grads
-    }
-    return Clipped(sums, B, int((below & counted).sum()))
+    sums = {}
+    for g, names in names_of.items():
+        keep, w = kept(torch.where(counted, weights[g], 0.0), B)
+        sums |= {name: grads[name]._wide_weighted_sum(keep, w) for name in names if name in grads}
+    return Clipped(sums, B, (below & counted).sum())
 
 
 def _margin(grads: Grads) -> float:

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from samplewise.dp.accounting import Accountant
@@ -49,6 +50,17 @@ class PrivateOptimizer(Optimizer):
             for name, gradient in self._privacy.released().items():
                 self._privacy.session.parameters[name].grad = gradient
             super().step()  # type: ignore[call-arg]
+
+    def step_on(self, *batch: Any) -> Tensor:
+        """The loss of the batch, after forward, backward, clipping and `step()`; by the loss_fn that make_private was given.
+
+        With `make_private(compile=True)` all but noise and step is one compiled graph. Of an empty draw the loss is NaN.
+
+        **Guarantee.** As `step()`.
+        """
+        loss = self._privacy.run(batch)
+        self.step()
+        return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # hooks on steps run around the inner one, on noisy gradients
 

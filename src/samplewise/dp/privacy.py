@@ -14,7 +14,7 @@ from samplewise.dp.adaptive import Adaptive, sum_noise_multiplier
 from samplewise.dp.clipping import WHOLE, Automatic, bounds_of
 from samplewise.dp.loader import PoissonLoader
 from samplewise.dp.noise import Noise, noise_stds
-from samplewise.dp.session import Session
+from samplewise.dp.session import Session, WholeStep
 from samplewise.errors import SamplewiseError
 
 Bounds = float | Mapping[str, float]
@@ -48,6 +48,8 @@ class Privacy:
         budget: Budget | None = None,
     ):
         self.session, self.loader, self.noise = session, loader, noise
+        self.whole: WholeStep | None = None
+        """How a batch is taken in one, where a loss was given."""
         self.groups, self.how, self.budget = groups, how, budget
         self.accountant = Accountant()
         self.divisor = loader.batch_size if loss_reduction == "mean" else 1.0
@@ -61,6 +63,10 @@ class Privacy:
         }
         """What the run was started with; a run that goes on must be started with the same."""
         self.noise_stds()  # raises here what cannot be had
+
+    @property
+    def eps(self) -> float | None:
+        return self.how.eps if isinstance(self.how, Automatic) else None
 
     # --- the bounds and the noise ------------------------------------------------------------------------------------
 
@@ -90,7 +96,16 @@ class Privacy:
 
     def take(self) -> bool:
         """Takes the gradients of the batch; True if its draw is complete, so that the parameters are to be moved."""
-        return self.session.take(self.bounds(), self.groups, self.how.eps if isinstance(self.how, Automatic) else None)
+        return self.session.take(self.bounds(), self.groups, self.eps)
+
+    def run(self, batch: tuple) -> Tensor:
+        """Takes forward, backward and clipping of the batch in one; its loss."""
+        if self.whole is None:
+            raise SamplewiseError(
+                "step_on() needs the loss: make_private(..., loss_fn=...), a function (model, *batch) → the batch's loss. Or write "
+                "the loop with backward and step()."
+            )
+        return self.session.run(self.whole, self.bounds(), batch)
 
     def released(self) -> dict[str, Tensor]:
         """{name: (clipped sum + noise) / expected batch size} of the draw, for every trainable parameter; and accounts for it.

@@ -18,7 +18,9 @@ from samplewise.dp.optimizer import PrivateOptimizer, privatized, refuse_optimiz
 from samplewise.dp.privacy import Bounds, Budget, Privacy
 from samplewise.dp.session import PRIVATE, Session
 from samplewise.dp.validation import validate
+from samplewise.dp.whole import Whole
 from samplewise.errors import SamplewiseError
+from samplewise.queries import LossFn
 
 CLIPPING = {"flat": None, "per_layer": None, "automatic": Automatic(), "adaptive": Adaptive()}
 OPTIONS = {"batch_dim", "verify", "memory", "plan", "rates"}
@@ -44,6 +46,8 @@ def make_private(
     accountant: str = "pld",
     secure: bool = False,
     seed: int | None = None,
+    loss_fn: LossFn | None = None,
+    compile: bool = False,
     **options: Any,
 ) -> tuple[nn.Module, PrivateOptimizer, PoissonLoader]:
     """(model, optimizer, loader) for an ordinary loop: the same model, the same optimizer, a loader that Poisson-samples.
@@ -76,6 +80,8 @@ def make_private(
     `views`: how often each row is fetched in a batch (a data set that augments gives other views); they count as one sample.
     `max_physical_batch_size`: how many rows come at once; call `step()` after each, the last of a draw moves the parameters.
     `accountant`: "pld" or "rdp", for the target. `secure`: see `Noise`. `seed`: for tests, determines draws and noise.
+    `loss_fn`: (model, *batch) → the loss of the batch as `loss_reduction` says, or one loss a sample; `optimizer.step_on(*batch)`
+    then stands for model, backward and step, and with `compile` is one compiled graph but for noise and step.
     `options`: batch_dim, verify, memory, plan and rates of `capture`.
 
     >>> model = nn.Linear(4, 2)
@@ -123,6 +129,13 @@ def make_private(
         loss_reduction=loss_reduction,
         budget=budget,
     )
+    if loss_fn is not None:
+        kinds = {**{k: v for k, v in options.items() if k != "rates"}, "loss_reduction": loss_reduction}
+        privacy.whole = Whole(session, loss_fn, groups=groups, eps=privacy.eps, compile=compile, options=kinds)
+    elif compile:
+        raise ValueError(
+            "compile=True needs loss_fn=, as the loop's own forward and backward are not compiled: optimizer.step_on(*batch)"
+        )
     loader.attach(session)
     session.watch()
     return model, privatized(optimizer, privacy), loader

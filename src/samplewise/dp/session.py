@@ -1,8 +1,9 @@
 """Between a batch and its step: opens a capture at the model's forward, closes it at the optimizer's step, adds up what it gave."""
 
+import math
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from glob import escape
 from typing import Any
 
@@ -12,10 +13,13 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 from torch.utils._pytree import tree_leaves
 
 from samplewise.choice import Groups
-from samplewise.dp.clipping import Clipped, clipped
+from samplewise.dp.clipping import Bound, Clipped, clipped
 from samplewise.dp.loader import Part
 from samplewise.errors import SamplewiseError
 from samplewise.queries import Grads, capture
+
+WholeStep = Callable[[Mapping[str, float], tuple], tuple[Tensor, Clipped]]
+"""(bounds, batch) → the loss, and the clipped gradients."""
 
 PRIVATE: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]]" = weakref.WeakKeyDictionary()
 """The models that are trained privately."""
@@ -33,6 +37,9 @@ class Session:
         self._is_behind = False
         """Whether a batch was handed out before the one before it was stepped on."""
         self.grads: Grads | None = None
+        self._whole: Clipped | None = None
+        """What a step taken as a whole (`run`) gave for the batch, in place of a capture."""
+        self._is_running = False
         self.sums: dict[str, Tensor] = {}
         self.num_samples = self.num_below = 0
         self.draw: int | None = None
@@ -74,14 +81,14 @@ class Session:
     def ended(self) -> None:
         """The iteration over the loader is over, or was left: what was not stepped on is dropped, and costs nothing."""
         self._close()
-        self.part, self._is_behind = None, False
+        self.part, self._is_behind, self._whole = None, False, None
         self.drop()
 
     # --- what the model says -----------------------------------------------------------------------------------------
 
     def entered(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """A part of the model is called: opens a capture, if gradients are to come of it."""
-        if self.grads is not None or self.part is None or not torch.is_grad_enabled():
+        if self.grads is not None or self.part is None or self._is_running or not torch.is_grad_enabled():
             return
         self._refuse_behind()
         if self.draw is None:
@@ -131,6 +138,30 @@ class Session:
             )
         return found
 
+    def run(self, step: "WholeStep", bounds: Mapping[str, float], batch: tuple) -> Tensor:
+        """The loss of the batch, whose forward, backward and clipping `step` takes in one; nothing of it is left open."""
+        if self.part is None:
+            raise SamplewiseError(
+                "step_on() without a batch of the private loader: every step is for one batch of it, once. Iterate over the loader "
+                "that make_private returned."
+            )
+        self._refuse_behind()
+        if self.draw is None:
+            self._trainable = self.trainable()
+        if self.part.num_samples == 0:
+            return torch.full((), math.nan)
+        self._is_running = True
+        try:
+            loss, self._whole = step(bounds, batch)
+        finally:
+            self._is_running = False
+        if self._whole.num_samples != self.part.num_samples:
+            raise SamplewiseError(
+                f"step_on() got {self._whole.num_samples} samples, the batch of the private loader has {self.part.num_samples}. Give "
+                "it that batch, whole."
+            )
+        return loss
+
     # --- what the step asks ------------------------------------------------------------------------------------------
 
     def take(self, bounds: Mapping[str, float], groups: Groups | None, eps: float | None) -> bool:
@@ -144,29 +175,28 @@ class Session:
             )
         self._refuse_behind()
         self._refuse_foreign_gradients()
-        if part.num_samples and (self.grads is None or not len(self.grads)):
+        if part.num_samples and self._whole is None and (self.grads is None or not len(self.grads)):
             raise SamplewiseError(
                 "step() without gradients of the batch: no backward ran since it was handed out, or the loss was not computed by "
                 "the private model from it. Call the model, and backward on its loss, before step()."
             )
-        if (self.grads is not None or self.draw is not None) and self.trainable() != self._trainable:
+        if (
+            self.grads is not None or self._whole is not None or self.draw is not None
+        ) and self.trainable() != self._trainable:
             changed = sorted(self.trainable() ^ self._trainable)
             raise SamplewiseError(
                 f"{', '.join(map(repr, changed))} were frozen or unfrozen between the forward of a draw and its step. Do it after "
                 "a step that moved the parameters."
             )
         self._trainable = self.trainable()
-        grads = self._close()
-        if grads is not None and part.num_samples:
-            self._refuse_learned_buffers(grads)
-            self._add(self.clipped(grads, bounds, groups, eps))
+        grads, whole = self._close(), self._whole
+        if whole is not None:
+            self._add(whole)
+        elif grads is not None and part.num_samples:
+            self._add(clipped_of(self.model, grads, bounds, groups, eps))
+        self._whole = None
         self.draw, self.part = part.draw, None
         return part.is_last
-
-    @staticmethod
-    def clipped(grads: Grads, bounds: Mapping[str, float], groups: Groups | None, eps: float | None) -> Clipped:
-        """The one place where gradients are asked for."""
-        return clipped(grads, bounds, groups=groups, eps=eps)
 
     def drop(self) -> None:
         """Forgets what was added up."""
@@ -176,7 +206,7 @@ class Session:
         for name, total in more.sums.items():
             self.sums[name] = self.sums[name] + total if name in self.sums else total
         self.num_samples += more.num_samples
-        self.num_below += more.num_below
+        self.num_below += int(more.num_below)
 
     def _close(self) -> Grads | None:
         """Ends the capture, if one is open, and gives it back."""
@@ -220,13 +250,18 @@ class Session:
                 "from the model). Such a gradient would reach the parameters without noise."
             )
 
-    def _refuse_learned_buffers(self, grads: Grads) -> None:
-        for name, buffer in self.model.named_buffers():
-            if grads.marks.get(buffer) is not None:
-                raise SamplewiseError(
-                    f"buffer {name!r} took in values of the batch in forward: it would carry them without clipping and noise. "
-                    "Remove such statistics (samplewise.dp.fix replaces those of torch's norms), or do not save them in the model."
-                )
+
+def clipped_of(
+    model: nn.Module, grads: Grads, bounds: Mapping[str, Bound], groups: Groups | None, eps: float | None
+) -> Clipped:
+    """The one place where gradients of a private model are asked for."""
+    for name, buffer in model.named_buffers():
+        if grads.marks.get(buffer) is not None:
+            raise SamplewiseError(
+                f"buffer {name!r} took in values of the batch in forward: it would carry them without clipping and noise. "
+                "Remove such statistics (samplewise.dp.fix replaces those of torch's norms), or do not save them in the model."
+            )
+    return clipped(grads, bounds, groups=groups, eps=eps)
 
 
 class _Opens:
