@@ -60,7 +60,7 @@ class Compiled:
             )
         size = next((t.shape[self.batch_dim] for t in tensors if t.ndim > self.batch_dim), 0)
         graph = None
-        if size:
+        if size > 1:  # where samples lie shows only from two on
             kind = (spec, tuple(self._kind(leaf, size) for leaf in leaves), _surroundings())
             graph = self._graph(self._family(kind, batch), size, batch)
         if graph is None:
@@ -100,17 +100,17 @@ class Compiled:
         """The graph for this size; None if the step is to be taken op by op."""
         if size in family.of_size:
             return family.of_size[size]
-        if family.of_any_size is not None and size > 1:
+        if family.of_any_size is not None:
             return family.of_any_size
-        others = [n for n in family.of_size if n > 1]
-        if size > 1 and others and family.why_not is None:
+        others = list(family.of_size)
+        if others and family.why_not is None:
             try:
                 family.of_any_size = self._graph_of_any_size(family.of_size[others[0]].trace, size, batch)
-                family.of_size = {n: graph for n, graph in family.of_size.items() if n == 1}
+                family.of_size.clear()
                 return family.of_any_size
             except sizes.NotAlikeError as error:
                 family.why_not = str(error)
-        if len(others) >= MAX_SIZES and size > 1:
+        if len(others) >= MAX_SIZES:
             warnings.warn(
                 f"no graph of the step serves batches of all sizes ({family.why_not}); after {MAX_SIZES} sizes others are taken op "
                 "by op. Give batches of a few sizes.",
@@ -169,6 +169,9 @@ class Compiled:
         return run
 
 
+HOOKS_OF_ALL_MODULES = [name for name in vars(nn.modules.module) if name.startswith("_global_") and name.endswith("_hooks")]
+
+
 def _surroundings() -> Any:
     """What torch itself does otherwise from the same call."""
     return (
@@ -176,4 +179,5 @@ def _surroundings() -> Any:
         torch.get_default_dtype(),
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
+        tuple(tuple(vars(nn.modules.module)[hooks]) for hooks in HOOKS_OF_ALL_MODULES),
     )
