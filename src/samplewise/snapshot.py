@@ -5,7 +5,7 @@ import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 MISSING = object()
 LIBRARIES = frozenset({"torch", "samplewise", "numpy", *sys.stdlib_module_names} - {"__main__"})
 """Packages whose own code is taken to read nothing that changes."""
+UNCALLED = {"__init__", "__new__", "__init_subclass__", "__repr__", "__module__", "__doc__", "__dict__", "__weakref__"}
+"""Attributes of a class that a step does not call."""
 REFLECTION = {"vars", "__dict__", "asdict", "__getattr__", "__getattribute__", "attrgetter"}
 """Code with one of these names may read attributes that it does not name."""
 
@@ -56,8 +58,12 @@ class Snapshot:
         for name, now, before in self._entries:
             value = now()
             if value is not before and not (type(value) is type(before) and _is_simple(before) and value == before):
-                return name
+                return name.removesuffix(".__dict__")
         return None
+
+    def leaves(self) -> list[Tensor]:
+        """The tensors that were met and may be given a gradient."""
+        return [t for t in self._seen.values() if isinstance(t, Tensor) and t.is_leaf and t.requires_grad]
 
     def _see(self, name: str, now: Callable[[], Any]) -> None:
         value = now()
@@ -73,14 +79,17 @@ class Snapshot:
         prefix, facts = f"{name}." if name else "", _facts(value)
         if facts is not None:
             self._entries.append((name, lambda: _facts(value), facts))
-        if isinstance(value, dict | list | tuple | deque):
-            for key in list(value) if isinstance(value, dict) else range(len(value)):
+        if isinstance(value, Mapping | list | tuple | deque):
+            for key in list(value) if isinstance(value, Mapping) else range(len(value)):
                 self._see(name, lambda key=key: _item(value, key))
         elif isinstance(value, types.FunctionType):
             self._follow_function(value)
         elif isinstance(value, type):
             if not _is_of_library(value):
-                self._see_attributes(f"{value.__name__}.", value, vars(value))
+                names = [key for key in vars(value) if key not in UNCALLED]
+                called = [key for key in names if key.startswith("__") or any(hasattr(base, key) for base in _library_bases(value))]
+                self._see_attributes(f"{value.__name__}.", value, called)
+                self._see_attributes_named(f"{value.__name__}.", value, set(names) - set(called))
                 for base in value.__mro__:
                     self._later(base.__name__, base)
         elif isinstance(value, nn.Module):  # code of torch reads its attributes too
@@ -92,6 +101,7 @@ class Snapshot:
             self._see_attributes(prefix, value, PARTS[type(value)])
         elif facts is None and not isinstance(value, types.ModuleType | torch.Generator):
             self._see(f"{prefix}__class__", lambda: type(value))
+            self._see(f"{prefix}__dict__", lambda: Facts(self._named.intersection(getattr(value, "__dict__", ()))))
             self._see_attributes_named(prefix, value, [*getattr(value, "__dict__", ()), *_slots(type(value))])
 
     def _see_attributes(self, prefix: str, owner: Any, names: Iterable[str]) -> None:
@@ -156,7 +166,7 @@ def _facts(value: Any) -> Facts | None:
     """What of the value can change while it stays the same object; None if that is its attributes."""
     if isinstance(value, Tensor):
         return Facts((value.requires_grad, value.dtype, value.device, value.shape, _strides(value)))
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return Facts(key if _is_simple(key) else id(key) for key in value)
     if isinstance(value, set | frozenset):
         return Facts([frozenset(value)])
@@ -194,6 +204,10 @@ def _attribute(owner: Any, key: str) -> Any:
 def _slots(cls: type) -> list[str]:
     slots = [vars(base).get("__slots__", ()) for base in cls.__mro__ if not _is_of_library(base)]
     return [name for some in slots for name in ([some] if isinstance(some, str) else some)]
+
+
+def _library_bases(cls: type) -> list[type]:
+    return [base for base in cls.__mro__ if _is_of_library(base) and base is not object]
 
 
 def _is_of_library(value: Any) -> bool:
