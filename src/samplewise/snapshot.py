@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 MISSING = object()
-LIBRARIES = frozenset({"torch", "samplewise", "numpy", *sys.stdlib_module_names} - {"__main__"})
+OF_MODELS = frozenset({"transformers", "peft", "torchvision", "timm", "diffusers"})
+LIBRARIES = frozenset({"torch", "samplewise", "numpy", *OF_MODELS, *sys.stdlib_module_names} - {"__main__"})
 """Packages whose own code is taken to read nothing that changes."""
 UNCALLED = {"__init__", "__new__", "__init_subclass__", "__repr__", "__module__", "__doc__", "__dict__", "__weakref__"}
 """Attributes of a class that a step does not call."""
@@ -52,6 +53,7 @@ class Snapshot:
             self._later(getattr(value, "__name__", "") if value is not model else "", value)
         while self._pending:
             self._follow(*self._pending.pop())
+        self._entries = [(name, now, now()) for name, now, _ in self._entries]  # all that code names is known now
 
     def change(self) -> str | None:
         """The name of something that is not what it was, or None."""
@@ -87,7 +89,9 @@ class Snapshot:
         elif isinstance(value, type):
             if not _is_of_library(value):
                 names = [key for key in vars(value) if key not in UNCALLED]
-                called = [key for key in names if key.startswith("__") or any(hasattr(base, key) for base in _library_bases(value))]
+                called = [
+                    key for key in names if key.startswith("__") or any(hasattr(base, key) for base in _library_bases(value))
+                ]
                 self._see_attributes(f"{value.__name__}.", value, called)
                 self._see_attributes_named(f"{value.__name__}.", value, set(names) - set(called))
                 for base in value.__mro__:
@@ -101,7 +105,9 @@ class Snapshot:
             self._see_attributes(prefix, value, PARTS[type(value)])
         elif facts is None and not isinstance(value, types.ModuleType | torch.Generator):
             self._see(f"{prefix}__class__", lambda: type(value))
-            self._see(f"{prefix}__dict__", lambda: Facts(self._named.intersection(getattr(value, "__dict__", ()))))
+            self._see(f"{prefix}__dict__", lambda: Facts(k for k in getattr(value, "__dict__", ()) if k in self._named))
+            if _root(type(value)) in OF_MODELS:  # a configuration, which code that is not followed reads
+                self._see_attributes(prefix, value, getattr(value, "__dict__", ()))
             self._see_attributes_named(prefix, value, [*getattr(value, "__dict__", ()), *_slots(type(value))])
 
     def _see_attributes(self, prefix: str, owner: Any, names: Iterable[str]) -> None:
@@ -114,7 +120,7 @@ class Snapshot:
             if key in self._named or REFLECTION & self._named:
                 self._see_attributes(prefix, owner, [key])
             else:
-                waiting = lambda key=key: self._see_attributes(prefix, owner, [key])  # noqa: E731
+                waiting = lambda key=key: self._see_attributes(prefix, owner, [key])
                 self._unnamed.setdefault(key, []).append(waiting)
 
     def _follow_function(self, function: types.FunctionType) -> None:
@@ -141,7 +147,7 @@ class Snapshot:
         space = now()
         if isinstance(space, types.ModuleType):
             for key in names & vars(space).keys():
-                inner = lambda key=key: vars(space).get(key, MISSING)  # noqa: E731
+                inner = lambda key=key: vars(space).get(key, MISSING)
                 if isinstance(inner(), types.ModuleType) and id(inner()) not in self._seen:
                     self._see_variable(f"{name}.{key}", inner, names)
                 else:
@@ -172,7 +178,7 @@ def _facts(value: Any) -> Facts | None:
         return Facts([frozenset(value)])
     if isinstance(value, list | tuple | deque):
         return Facts([len(value)])
-    if hasattr(value, "__array_interface__"):
+    if hasattr(type(value), "__array_interface__"):
         return Facts((value.shape, value.dtype, value.tobytes()))
     return None
 
@@ -211,7 +217,12 @@ def _library_bases(cls: type) -> list[type]:
 
 
 def _is_of_library(value: Any) -> bool:
-    return (getattr(value, "__module__", None) or "").partition(".")[0] in LIBRARIES
+    return _root(value) in LIBRARIES
+
+
+def _root(value: Any) -> str:
+    """The package that a function or class is of."""
+    return str(getattr(value, "__module__", None) or "").partition(".")[0]
 
 
 def _names(code: types.CodeType) -> set[str]:
