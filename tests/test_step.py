@@ -86,14 +86,13 @@ def both(model: nn.Module, loss_fn: Any = per_row, query: Any = questions, **opt
 
 REFUSED = set(
     """
-    linear-one-sample conv2d-batch-1 embedding-one-sample lstm-one-sample
     met-radial met-tensordot met-inner met-vecdot met-multi-dot met-solve met-grid-sample met-outer met-take
     embedding-bag-offsets rnn-packed rnn-packed-jumbled lstm-packed lstm-packed-jumbled gru-packed gru-packed-jumbled
     attention-latents routed-experts graph-messages
     made-segments made-experts-sorted made-experts-added made-ragged made-last-by-index made-turned-around made-guided
     """.split()
 )
-"""What cannot be traced: batches of one, which are taken op by op, and steps whose course depends on values."""
+"""Steps whose course depends on values."""
 
 
 def cold() -> None:
@@ -181,10 +180,10 @@ def test_one_graph_serves_all_sizes(name, uncompiled):
     make, loss_fn, reduction = SIZED[name]
     model = make()
     step, eager = both(model, loss_fn, loss_reduction=reduction)
-    for size in [*range(2, 14), 4, 1, 16, 17, 31, 32, 33, 0 if reduction == "sum" else 1, 63, 64, 2]:
+    for size in [*range(2, 14), 4, 1, 16, 17, 31, 32, 33, 0 if "mlp" in name and reduction == "sum" else 1, 63, 64, 2]:
         batch = batch_of(size)
         assert error(step(*batch), eager(*batch)) < 1e-9, size
-    assert step.num_graphs == 2
+    assert step.num_graphs == 3  # with the one for a batch of one
 
 
 @pytest.mark.parametrize("first", [2, 3, 4, 6, 8])
@@ -203,7 +202,7 @@ def test_compiled_for_all_sizes():
     for size in (4, 7, 2, 1, 9, 16):
         batch = batch_of(size)
         assert error(step(*batch), eager(*batch)) < 1e-9, size
-    assert step.num_graphs == 2
+    assert step.num_graphs == 3
 
 
 # --- what changes between steps ---------------------------------------------------------------------------------------
@@ -346,7 +345,7 @@ def _changes_of_query() -> dict[str, Callable[[], tuple[Any, Callable]]]:
         "object": of(Config, lambda c: c.norm, lambda c: setattr(c, "norm", 0.05)),
         "namespace": of(lambda: types.SimpleNamespace(norm=0.1), lambda c: c.norm, lambda c: setattr(c, "norm", 0.05)),
         "getattr": of(Config, lambda c: getattr(c, "norm"), lambda c: setattr(c, "norm", 0.05)),  # noqa: B009
-        "vars": of(lambda: types.SimpleNamespace(n=0.1), lambda c: [*vars(c).values()][0], lambda c: setattr(c, "n", 0.05)),
+        "vars": of(lambda: types.SimpleNamespace(n=0.1), lambda c: next(iter(vars(c).values())), lambda c: setattr(c, "n", 0.05)),
         "slots": of(Slotted, lambda c: c.norm, lambda c: setattr(c, "norm", 0.05)),
         "deep": of(nested, lambda c: innermost(c).norm, lambda c: setattr(innermost(c), "norm", 0.05)),
         "class": of(lambda: type("Own", (Config,), {"norm": 0.1}), lambda c: c.norm, lambda c: setattr(c, "norm", 0.05)),
@@ -665,14 +664,25 @@ OF_VALUES = {
 
 
 @pytest.mark.parametrize("name", OF_VALUES)
-def test_what_depends_on_values_is_refused(name, uncompiled):
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True")
+def test_what_depends_on_values_is_refused_or_read_anew(name, uncompiled):
     model = Fn(OF_VALUES[name], l=nn.Linear(4, 3), p=())
     model.register_buffer("k", torch.tensor(1.0))
     model.register_buffer("ones", torch.ones(4))
-    step, _ = both(model)
-    with pytest.raises(sw.SamplewiseError, match="compile=False"):
-        step(*batch_of())
+    step, eager = both(model, verify=False)
+    got = outcome(lambda: step(*batch_of()))
     assert fakes(model) == []
+    if isinstance(got, Exception):
+        assert "compile=False" in str(got)
+    else:
+        model.k.zero_()
+        batch = batch_of()
+        assert error(step(*batch), eager(*batch)) < 1e-9
+    assert isinstance(got, Exception) == (name not in READ_ANEW)
+
+
+READ_ANEW = {"lengths"}
+"""Numbers that a graph can read as it runs, and calculate with."""
 
 
 def test_a_batch_that_needs_a_gradient_is_refused(uncompiled):
@@ -731,7 +741,7 @@ def test_checkpoints(reentrant, uncompiled):
     step, eager = both(model)
     batch = batch_of()
     want, got = outcome(lambda: eager(*batch)), outcome(lambda: step(*batch))
-    assert isinstance(got, sw.SamplewiseError) if isinstance(want, Exception) else error(got, want) < 1e-9
+    assert isinstance(got, sw.SamplewiseError) if reentrant else error(got, want) < 1e-9
 
 
 def test_compiled_dropout_and_autocast():

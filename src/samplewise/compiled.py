@@ -60,7 +60,7 @@ class Compiled:
             )
         size = next((t.shape[self.batch_dim] for t in tensors if t.ndim > self.batch_dim), 0)
         graph = None
-        if size > 1:  # where samples lie shows only from two on
+        if size:
             kind = (spec, tuple(self._kind(leaf, size) for leaf in leaves), _surroundings())
             graph = self._graph(self._family(kind, batch), size, batch)
         if graph is None:
@@ -102,8 +102,8 @@ class Compiled:
         for t, grad, version in grads:
             if t.grad is not grad or (grad is not None and grad._version != version):
                 raise SamplewiseError(
-                    f"the step gives a gradient to a tensor {tuple(t.shape)} that is not a parameter of the model, which a compiled step "
-                    "would not. Make it a parameter of the model, or take the step op by op: compile=False."
+                    f"the step gives a gradient to a tensor {tuple(t.shape)} that is not a parameter of the model, which a compiled "
+                    "step would not. Make it a parameter of the model, or take the step op by op: compile=False."
                 )
         if snapshot.change() is None:
             return snapshot
@@ -121,17 +121,17 @@ class Compiled:
         """The graph for this size; None if the step is to be taken op by op."""
         if size in family.of_size:
             return family.of_size[size]
-        if family.of_any_size is not None:
+        if family.of_any_size is not None and size > 1:
             return family.of_any_size
-        others = list(family.of_size)
-        if others and family.why_not is None:
+        others = [n for n in family.of_size if n > 1]
+        if size > 1 and others and family.why_not is None:
             try:
                 family.of_any_size = self._graph_of_any_size(family.of_size[others[0]].trace, size, batch)
-                family.of_size.clear()
+                family.of_size = {n: graph for n, graph in family.of_size.items() if n == 1}
                 return family.of_any_size
             except sizes.NotAlikeError as error:
                 family.why_not = str(error)
-        if len(others) >= MAX_SIZES:
+        if len(others) >= MAX_SIZES and size > 1:
             warnings.warn(
                 f"no graph of the step serves batches of all sizes ({family.why_not}); after {MAX_SIZES} sizes others are taken op "
                 "by op. Give batches of a few sizes.",

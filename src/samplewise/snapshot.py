@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 MISSING = object()
-LIBRARIES = frozenset({"torch", "samplewise", "numpy", *sys.stdlib_module_names} - {"__main__"})
+OF_MODELS = frozenset({"transformers", "peft", "torchvision", "timm", "diffusers"})
+LIBRARIES = frozenset({"torch", "samplewise", "numpy", *OF_MODELS, *sys.stdlib_module_names} - {"__main__"})
 """Packages whose own code is taken to read nothing that changes."""
 UNCALLED = {"__init__", "__new__", "__init_subclass__", "__repr__", "__module__", "__doc__", "__dict__", "__weakref__"}
 """Attributes of a class that a step does not call."""
@@ -52,6 +53,7 @@ class Snapshot:
             self._later(getattr(value, "__name__", "") if value is not model else "", value)
         while self._pending:
             self._follow(*self._pending.pop())
+        self._entries = [(name, now, now()) for name, now, _ in self._entries]  # all that code names is known now
 
     def change(self) -> str | None:
         """The name of something that is not what it was, or None."""
@@ -103,7 +105,9 @@ class Snapshot:
             self._see_attributes(prefix, value, PARTS[type(value)])
         elif facts is None and not isinstance(value, types.ModuleType | torch.Generator):
             self._see(f"{prefix}__class__", lambda: type(value))
-            self._see(f"{prefix}__dict__", lambda: Facts(self._named.intersection(getattr(value, "__dict__", ()))))
+            self._see(f"{prefix}__dict__", lambda: Facts(k for k in getattr(value, "__dict__", ()) if k in self._named))
+            if _root(type(value)) in OF_MODELS:  # a configuration, which code that is not followed reads
+                self._see_attributes(prefix, value, getattr(value, "__dict__", ()))
             self._see_attributes_named(prefix, value, [*getattr(value, "__dict__", ()), *_slots(type(value))])
 
     def _see_attributes(self, prefix: str, owner: Any, names: Iterable[str]) -> None:
@@ -174,7 +178,7 @@ def _facts(value: Any) -> Facts | None:
         return Facts([frozenset(value)])
     if isinstance(value, list | tuple | deque):
         return Facts([len(value)])
-    if hasattr(value, "__array_interface__"):
+    if hasattr(type(value), "__array_interface__"):
         return Facts((value.shape, value.dtype, value.tobytes()))
     return None
 
@@ -213,7 +217,12 @@ def _library_bases(cls: type) -> list[type]:
 
 
 def _is_of_library(value: Any) -> bool:
-    return (getattr(value, "__module__", None) or "").partition(".")[0] in LIBRARIES
+    return _root(value) in LIBRARIES
+
+
+def _root(value: Any) -> str:
+    """The package that a function or class is of."""
+    return str(getattr(value, "__module__", None) or "").partition(".")[0]
 
 
 def _names(code: types.CodeType) -> set[str]:

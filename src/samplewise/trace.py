@@ -99,9 +99,11 @@ class Unread(TorchDispatchMode):
 
 
 class Unlisted(TorchFunctionMode):
-    """The same for `tolist`, which reads a tensor's memory without an op."""
+    """The same for what reads a number without an op that is seen: `tolist`, and a tensor as an index of a list."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is Tensor.__index__ and is_tracing():
+            raise _reads(args[0])
         if func is Tensor.tolist and is_tracing():
             _refuse_reading(args)
         return func(*args, **(kwargs or {}))
@@ -110,11 +112,15 @@ class Unlisted(TorchFunctionMode):
 def _refuse_reading(args: tuple) -> None:
     read = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
     if read and not any(isinstance(t, FakeTensor) for t in read):
-        raise SamplewiseError(
-            f"the step cannot be compiled: its code reads the value of a tensor {tuple(read[0].shape)} that is not of the batch "
-            "(.item(), .tolist(), float(), if), and a later value would not be seen. Calculate with the tensor itself, keep the number "
-            "as a Python number, or take the step op by op: per_sample_step(..., compile=False)."
-        )
+        raise _reads(read[0])
+
+
+def _reads(t: Tensor) -> SamplewiseError:
+    return SamplewiseError(
+        f"the step cannot be compiled: its code reads the value of a tensor {tuple(t.shape)} (.item(), .tolist(), float(), if, "
+        "an index), and a later value would not be seen. Calculate with the tensor itself, keep the number as a Python number, or "
+        "take the step op by op: per_sample_step(..., compile=False)."
+    )
 
 
 def _clean(graph: Graph) -> None:
