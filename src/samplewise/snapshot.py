@@ -47,6 +47,7 @@ class Snapshot:
         self._entries: list[tuple[str, Callable[[], Any], Any]] = []
         self._seen: dict[int, Any] = {}  # with the objects: the id of one that is gone may come again
         self._pending: list[tuple[str, Any]] = []
+        self._given = functions
         self._named: set[str] = set()
         self._unnamed: dict[str, list[Callable[[], None]]] = {}
         for value in (model, *functions):
@@ -124,7 +125,7 @@ class Snapshot:
                 self._unnamed.setdefault(key, []).append(waiting)
 
     def _follow_function(self, function: types.FunctionType) -> None:
-        if _is_of_library(function):
+        if _is_of_library(function) and function not in self._given:
             return
         self._see_attributes(f"{function.__name__}.", function, ("__code__", "__defaults__", "__kwdefaults__"))
         names = _names(function.__code__)
