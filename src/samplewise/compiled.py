@@ -59,16 +59,33 @@ class Compiled:
                 "op by op: per_sample_step(..., compile=False)."
             )
         size = next((t.shape[self.batch_dim] for t in tensors if t.ndim > self.batch_dim), 0)
-        graph = None
+        graph = outputs = None
         if size:
             kind = (spec, tuple(self._kind(leaf, size) for leaf in leaves), _surroundings())
-            graph = self._graph(self._family(kind, batch), size, batch)
+            graph, outputs = self._launched(kind, size, tensors)
+            if graph is None:
+                graph = self._graph(self._family(kind, batch), size, batch)
         if graph is None:
             return self.run(batch, Record(), verify=False)
-        outputs = graph.run(*tensors)
+        outputs = graph.run(*tensors) if outputs is None else outputs
         if graph.trace.has_doubt and bool(outputs[-1]):
             return self.run(batch, Record(), verify=False)
         return graph.trace.result(outputs)
+
+    def _launched(self, kind: Any, size: int, tensors: list[Tensor]) -> tuple[Graph | None, list[Tensor] | None]:
+        """The graph of the last step of this kind and what it gives, if it holds for this one.
+
+        Whether it holds is looked at while the device is at work: thousands of attributes take milliseconds.
+        """
+        family = next(iter(self._families.get(kind, ())), None)
+        graph = None if family is None else family.of_size.get(size)
+        if family is None or graph is None or graph.trace.writes:
+            return None, None
+        try:
+            outputs = graph.run(*tensors)
+        except RuntimeError:  # parameters of another shape; if it is something else, it comes again
+            return None, None
+        return (graph, outputs) if family.snapshot.change() is None else (None, None)
 
     def _kind(self, leaf: Any, size: int) -> Any:
         if not isinstance(leaf, Tensor):
@@ -178,7 +195,7 @@ class Compiled:
         tensors = [t for t in tree_flatten(batch)[0] if isinstance(t, Tensor)]
         if is_fixed:
             compiled = torch.no_grad()(torch.compile(graph.forward, fullgraph=True, dynamic=False))
-            return replayed(compiled, graph, tensors, [*self.model.parameters(), *self.model.buffers()])
+            return replayed(compiled, graph, tensors)
         compiled = torch.no_grad()(torch.compile(graph.forward, fullgraph=True))
 
         def run(*tensors: Tensor) -> list[Tensor]:

@@ -1,6 +1,7 @@
 """A compiled step recorded as a CUDA graph, where launching its kernels takes longer than running them."""
 
 from collections.abc import Callable
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -15,13 +16,13 @@ LAUNCH = 1e-5
 running (H200, torch 2.11)."""
 
 
-def replayed(
-    compiled: Callable, graph: GraphModule, tensors: list[Tensor], state: list[Tensor]
-) -> Callable[..., list[Tensor]]:
-    """The compiled graph, as a CUDA graph where launches would hold it up; `state` is what it reads beside its arguments."""
+def replayed(compiled: Callable, graph: GraphModule, tensors: list[Tensor]) -> Callable[..., list[Tensor]]:
+    """The compiled graph, as a CUDA graph where launches would hold it up."""
     if not tensors or not all(t.is_cuda for t in tensors) or not is_held_up(graph, tensors[0].device):
         return compiled
     replay: Replay | None = None
+    read = [attrgetter(str(node.target))(graph) for node in graph.graph.nodes if node.op == "get_attr"]
+    state = [t for t in read if isinstance(t, Tensor)]
 
     def run(*tensors: Tensor) -> list[Tensor]:
         nonlocal replay

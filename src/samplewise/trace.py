@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
@@ -83,6 +85,11 @@ class Trace:
         _clean(self.graph.graph)
         self.graph.recompile()
 
+    @cached_property
+    def writes(self) -> bool:
+        """Whether the graph changes something that it did not make: a buffer, the batch."""
+        return any(_root(node.args[0]).op != "call_function" for node in self.graph.graph.nodes if _is_in_place(node))
+
     def result(self, outputs: list[Tensor]) -> Any:
         """The step's result from what the graph gave."""
         tensors = iter(outputs)
@@ -138,6 +145,22 @@ def _is_same_view(node: Any) -> bool:
         return False
     source, out = (n.meta.get("val") for n in (node.args[0], node))
     return isinstance(source, Tensor) and isinstance(out, Tensor) and source.shape == out.shape
+
+
+def _is_in_place(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _root(node: Any) -> Node:
+    """What the tensor is a view of."""
+    while node.op == "call_function" and isinstance(node.target, OpOverload) and _is_view_op(node.target):
+        node = node.args[0]
+    return node
+
+
+def _is_view_op(op: OpOverload) -> bool:
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
 
 
 def _first_line(error: Exception) -> str:

@@ -155,11 +155,6 @@ class Session:
             loss, self._whole = step(bounds, batch)
         finally:
             self._is_running = False
-        if self._whole.num_samples != self.part.num_samples:
-            raise SamplewiseError(
-                f"step_on() got {self._whole.num_samples} samples, the batch of the private loader has {self.part.num_samples}. Give "
-                "it that batch, whole."
-            )
         return loss
 
     # --- what the step asks ------------------------------------------------------------------------------------------

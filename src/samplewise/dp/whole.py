@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from samplewise.choice import Groups
 from samplewise.dp.clipping import Clipped
@@ -49,6 +50,13 @@ class Whole:
             raise SamplewiseError(
                 "step_on() takes one row a sample, and the loader gives several (sample_ids, views). Write the loop with backward "
                 "and step()."
+            )
+        dim = self._options.get("batch_dim", 0)
+        sizes = [t.shape[dim] for t in tree_leaves(batch) if isinstance(t, Tensor) and t.ndim > dim]
+        if part.num_samples not in sizes:
+            raise SamplewiseError(
+                f"step_on() got tensors of {sizes} rows, the batch of the private loader has {part.num_samples} samples. Give it "
+                "that batch, whole."
             )
         if self._step is None or self._session.trainable() != self._trainable or bounds.keys() != self._bounds.keys():
             self._make_step(bounds)
