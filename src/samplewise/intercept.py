@@ -18,16 +18,18 @@ from samplewise.flow import (
     ELEMENTWISE,
     LOSSES,
     PATTERNS,
+    ROUTING,
     Call,
     Several,
     flow,
     is_in_place,
     moves,
-    op_name,
     routes,
     tensors_in,
 )
-from samplewise.inside import ENGINE, Insides
+from samplewise.flow.memory import key_of, recalled
+from samplewise.inside import Insides
+from samplewise.kinds import kind_of
 from samplewise.marking import Marking
 from samplewise.ops.foreign import FOREIGN, ExpandedWeight
 from samplewise.ops.generic import Generic
@@ -45,20 +47,11 @@ from samplewise.refusals import (
     refuse_strangers,
     refuse_transform,
 )
-from samplewise.samples import Layout, Lost, Mark
+from samplewise.samples import Layout, Lost, Mark, Mixed
 from samplewise.saving import kept_as_is
 from samplewise.sight import CustomFunction
 from samplewise.tap import Gate, Note, Recorder, Tap, Targets, is_wanted
 from samplewise.weights import Weight
-
-OPAQUE = set(
-    "array backward_hooks base contains data_ptr deepcopy device dim dtype element_size format get_device grad grad_fn "
-    "has_names hash is_complex is_contiguous is_cpu is_cuda is_floating_point is_inference is_leaf is_meta is_mkldnn is_mps "
-    "is_nested is_quantized is_same_size is_set_to is_signed is_sparse is_view is_xla is_xpu item itemsize layout len names "
-    "nbytes ndim nelement numel numpy output_nr reduce_ex register_hook register_post_accumulate_grad_hook repr "
-    "requires_grad retain_grad shape size storage_offset stride tolist untyped_storage version as_subclass".split()
-)
-"""Questions about a tensor that give no tensor of values: answered as they are."""
 
 FRESH = set("new_zeros new_ones new_full new_empty".split())
 """Ops on data that take only its shape and type."""
@@ -82,30 +75,18 @@ class Intercept(TorchFunctionMode):
         self.marking, self.insides = Marking(recorder), Insides()
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kind = kind_of(func)
+        if kind.is_question or self.is_paused:
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = {SYNONYMS.get(k, k): v for k, v in kwargs.items()} if kwargs else {}
-        name = op_name(func)
-        if self.is_paused:
-            return func(*args, **kwargs)
-        if name in OPAQUE and func not in ENGINE:
-            return self._opaque(func, name, args, kwargs)
-        read = {k: v for k, v in kwargs.items() if k != "out"} if "out" in kwargs else kwargs
-        tensors = tensors_in(args[:1] if name in PATTERNS else (*args, *read.values()))
-        data: list[tuple[Tensor, Mark]] = []
-        weights: list[tuple[Tensor, Weight]] = []
-        routed = False
-        for t in tensors:
-            if (mark := self.marks.get(t)) is None and not (name == "setitem" and self.marking.wrote(t, args)):
-                mark = self.marking.alias(t)
-            if mark is not None:
-                if routes(name, t, mark, args, self.marks.get):
-                    routed = True
-                else:
-                    data.append((t, mark))
-            elif (weight := self.weights.get(t)) is not None:
-                if weight.is_data:
-                    data.append((t, self.marks.recalled(t) or Lost("code that was not seen")))
-                else:
-                    weights.append((t, weight))
+        if kind.is_opaque:
+            return self._opaque(func, kind.name, args, kwargs)
+        if kind.may_repeat and "out" not in kwargs:
+            known = recalled(key_of(func, args, kwargs, self.marking.certain))
+            if known is not None:
+                return self._repeat(func, kind.name, args, kwargs, known)
+        name = kind.name
+        tensors, data, weights, routed = self._sorted(name, args, kwargs)
         if weights and func is torch.autograd.grad:
             refuse_grad(weights)
         if func is torch.autograd.backward:
@@ -142,6 +123,40 @@ class Intercept(TorchFunctionMode):
         if name in FRESH:
             self.recorder.constants.set(out, True)
         return out
+
+    def _repeat(self, func: Callable, name: str, args: tuple, kwargs: dict, known: tuple[Any, Any]) -> Any:
+        """Runs an op on data and constants that was understood before on such as these."""
+        out = func(*args, **kwargs)
+        shape, mark = known
+        if isinstance(out, Tensor) and isinstance(mark, Layout | Mixed) and out.shape == shape:
+            self.marks.set(out, mark)
+        else:
+            self.marking.mark(Call(name, func, args, kwargs, out, self._sorted(name, args, kwargs)[1]))
+        return out
+
+    def _sorted(
+        self, name: str, args: tuple, kwargs: dict
+    ) -> tuple[list[Tensor], list[tuple[Tensor, Mark]], list[tuple[Tensor, Weight]], bool]:
+        """(all tensors, data, weights) that the op reads, and whether data only tell it where rows go."""
+        read = {k: v for k, v in kwargs.items() if k != "out"} if "out" in kwargs else kwargs
+        tensors = tensors_in(args[:1] if name in PATTERNS else (*args, *read.values()))
+        data: list[tuple[Tensor, Mark]] = []
+        weights: list[tuple[Tensor, Weight]] = []
+        routed = False
+        for t in tensors:
+            if (mark := self.marks.get(t)) is None and not (name == "setitem" and self.marking.wrote(t, args)):
+                mark = self.marking.alias(t)
+            if mark is not None:
+                if name in ROUTING and routes(name, t, mark, args, self.marks.get):
+                    routed = True
+                else:
+                    data.append((t, mark))
+            elif (weight := self.weights.get(t)) is not None:
+                if weight.is_data:
+                    data.append((t, self.marks.recalled(t) or Lost("code that was not seen")))
+                else:
+                    weights.append((t, weight))
+        return tensors, data, weights, routed
 
     def _opaque(self, func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
         """A question about a tensor; a hook on one is followed, a copy of one has its samples."""

@@ -1,6 +1,7 @@
 """Marks on the results of ops, and on memory that several tensors share."""
 
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,6 +71,14 @@ class Marking:
             return False
         place, value = t[args[1]], args[2]
         return (place.data_ptr(), place.shape, place.stride()) == (value.data_ptr(), value.shape, value.stride())
+
+    def certain(self, t: Tensor) -> Any:
+        """The layout of data, None for a constant that is known as one; NotImplemented for anything else."""
+        mark = self.marks.get(t)
+        if mark is not None:
+            return mark if isinstance(mark, Layout) else NotImplemented
+        is_constant = not t.requires_grad and self.recorder.constants.get(t) and not self._written
+        return None if is_constant else NotImplemented
 
     def alias(self, t: Tensor) -> Mark | None:
         """The mark of an unmarked tensor that came about unseen on the memory of a marked one (DLPack, nn.Parameter(t))."""

@@ -201,11 +201,15 @@ M = TypeVar("M")
 
 
 class Marks(Generic[M]):
-    """Marks by tensor identity, dropped when the tensor dies."""
+    """Marks by tensor identity; a mark goes when its tensor has died, at once or when there are many such.
 
-    def __init__(self) -> None:
+    Marks that hold on to something (`at_once`) are dropped by a callback of the tensor, which costs more than the mark itself.
+    """
+
+    def __init__(self, *, at_once: bool = False) -> None:
         self._entries: dict[int, tuple[weakref.ref[Tensor], M]] = {}
         self._on_memory: dict[Any, tuple[StorageWeakRef, M]] = {}
+        self._at_once, self._max_entries = at_once, 4096
 
     def get(self, t: Tensor) -> M | None:
         entry = self._entries.get(id(t))
@@ -222,16 +226,26 @@ class Marks(Generic[M]):
         return [other for other in others if other.untyped_storage()._cdata == memory]
 
     def set(self, t: Tensor, mark: M) -> None:
-        key, entries = id(t), self._entries
+        self._entries[id(t)] = (weakref.ref(t, self._forgetting(id(t))) if self._at_once else weakref.ref(t), mark)
+        if len(self._entries) > self._max_entries:
+            self._sweep()
+        if (not t.requires_grad or torch._C._current_graph_task_id() != -1) and has_memory(t):
+            self._on_memory[_memory(t)] = (StorageWeakRef(t.untyped_storage()), mark)
+
+    def _forgetting(self, key: int) -> Callable[[weakref.ref], None]:
+        entries = self._entries
 
         def forget(ref: weakref.ref) -> None:
             entry = entries.get(key)
             if entry is not None and entry[0] is ref:
                 del entries[key]
 
-        entries[key] = (weakref.ref(t, forget), mark)
-        if (torch._C._current_graph_task_id() != -1 or not t.requires_grad) and has_memory(t):
-            self._on_memory[_memory(t)] = (StorageWeakRef(t.untyped_storage()), mark)
+        return forget
+
+    def _sweep(self) -> None:
+        for key in [key for key, (ref, _) in list(self._entries.items()) if ref() is None]:
+            self._entries.pop(key, None)
+        self._max_entries = max(4096, 2 * len(self._entries))
 
     def recalled(self, t: Tensor) -> M | None:
         """The mark that another tensor on the same memory had, itself perhaps gone.

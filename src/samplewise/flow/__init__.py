@@ -51,6 +51,7 @@ from samplewise.flow.meets import (
     unpacked,
     varlen,
 )
+from samplewise.flow.memory import key_of, recalled, remember, shapes_of
 from samplewise.flow.moves import (
     added_along,
     broadcast,
@@ -77,10 +78,12 @@ __all__ = [
     "ELEMENTWISE",
     "LOSSES",
     "PATTERNS",
+    "ROUTING",
     "Call",
     "Several",
     "aligned",
     "flow",
+    "flows_by_shapes",
     "is_in_place",
     "is_torchs",
     "moves",
@@ -129,18 +132,13 @@ def flow(call: Call) -> Mark | Several | None:
     key = _key(call)
     if key is None:
         return _found_flow(call)
-    if key not in REMEMBERED:
-        mark = _found_flow(call)
-        if isinstance(mark, Lost) or call.was_tried:
-            return mark
-        if len(REMEMBERED) >= MAX_REMEMBERED:
-            REMEMBERED.clear()
-        REMEMBERED[key] = mark
-    return REMEMBERED[key]
-
-
-REMEMBERED: dict[Any, Mark | Several | None] = {}
-MAX_REMEMBERED = 1024
+    found, shapes = recalled(key), shapes_of(call.results or [call.out])
+    if found is not None and found[0] == shapes:
+        return found[1]
+    mark = _found_flow(call)
+    if not isinstance(mark, Lost) and not call.was_tried:
+        remember(key, shapes, mark)
+    return mark
 
 
 def _key(call: Call) -> Any:
@@ -153,21 +151,12 @@ def _key(call: Call) -> Any:
         return None
     if handler in (indexed, indexed_along) and len(tensors_in((*call.args, *call.kwargs.values()))) > 1:
         return None  # where an index puts rows is in its values
+    return key_of(call.func, call.args, call.kwargs, lambda t: marks.get(id(t)))
 
-    def spec(a: Any) -> Any:
-        if isinstance(a, Tensor):
-            return marks.get(id(a)), a.shape, a.dtype
-        if isinstance(a, list | tuple):
-            return tuple(map(spec, a))
-        return (slice, a.start, a.stop, a.step) if isinstance(a, slice) else (type(a), a)
 
-    outs = call.results or [call.out]
-    key = call.func, *map(spec, call.args), *((k, spec(a)) for k, a in call.kwargs.items()), *(t.shape for t in outs)
-    try:
-        hash(key)
-    except TypeError:  # a list as index, an array
-        return None
-    return key
+def flows_by_shapes(name: str) -> bool:
+    """Whether the flow through ops of that name may depend on marks, shapes and numbers alone, and so be remembered."""
+    return HANDLERS.get(name) in BY_SHAPES or moves(name)
 
 
 def _found_flow(call: Call) -> Mark | Several | None:

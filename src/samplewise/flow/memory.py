@@ -1,0 +1,61 @@
+"""Flows that were found, by all that they depend on: layers and steps repeat."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+REMEMBERED: dict[Any, tuple[Any, Any]] = {}
+MAX_REMEMBERED = 1024
+
+
+def key_of(func: Callable, args: tuple, kwargs: dict, mark_of: Callable[[Tensor], Any]) -> Any:
+    """The function, the mark, shape and dtype of each tensor among its arguments, and all other arguments with their types.
+
+    `mark_of` gives NotImplemented for a tensor that there can be no key with; then, and with an argument that cannot be
+    compared (an array), the key is None.
+    """
+    key: list[Any] = [func]
+    for a in args:
+        if isinstance(a, Tensor):
+            mark = mark_of(a)
+            if mark is NotImplemented:
+                return None
+            key += mark, a.shape, a.dtype
+        elif isinstance(a, list | tuple | slice):
+            parts = (a.start, a.stop, a.step) if isinstance(a, slice) else a
+            inner = key_of(type(a), parts, {}, mark_of)  # type: ignore[arg-type]
+            if inner is None:
+                return None
+            key.append(inner)
+        else:
+            key += type(a), a  # True is 1 and 1.0, but not here
+    if kwargs:
+        named = key_of(dict, tuple(kwargs.values()), {}, mark_of)
+        if named is None:
+            return None
+        key += tuple(kwargs), named
+    return tuple(key)
+
+
+def recalled(key: Any) -> tuple[Any, Any] | None:
+    """(shapes of the results, their marks) of calls with this key; None if there was none."""
+    try:
+        return REMEMBERED.get(key)
+    except TypeError:  # an array among the arguments
+        return None
+
+
+def remember(key: Any, shapes: Any, mark: Any) -> None:
+    """Remembers the marks of the results of such calls."""
+    if len(REMEMBERED) >= MAX_REMEMBERED:
+        REMEMBERED.clear()
+    try:
+        REMEMBERED[key] = shapes, mark
+    except TypeError:
+        return
+
+
+def shapes_of(results: Sequence[Tensor]) -> Any:
+    """The shape of the only result, or of each of several."""
+    return results[0].shape if len(results) == 1 else tuple(t.shape for t in results)
