@@ -29,8 +29,8 @@ from samplewise.flow import (
 )
 from samplewise.flow.memory import key_of, recalled
 from samplewise.inside import Insides
-from samplewise.kinds import kind_of
-from samplewise.marking import Marking
+from samplewise.kinds import Kind, kind_of
+from samplewise.marking import Look, Marking
 from samplewise.ops.foreign import FOREIGN, ExpandedWeight
 from samplewise.ops.generic import Generic
 from samplewise.ops.pointwise import pointwise
@@ -47,10 +47,10 @@ from samplewise.refusals import (
     refuse_strangers,
     refuse_transform,
 )
-from samplewise.samples import Layout, Lost, Mark, Mixed
+from samplewise.samples import Layout, Lost, Mark
 from samplewise.saving import kept_as_is
 from samplewise.sight import CustomFunction
-from samplewise.tap import Gate, Note, Recorder, Tap, Targets, is_wanted
+from samplewise.tap import Gate, Recorder, Targets, apply_tap, is_wanted, note_of
 from samplewise.weights import Weight
 
 FRESH = set("new_zeros new_ones new_full new_empty".split())
@@ -81,10 +81,13 @@ class Intercept(TorchFunctionMode):
         kwargs = {SYNONYMS.get(k, k): v for k, v in kwargs.items()} if kwargs else {}
         if kind.is_opaque:
             return self._opaque(func, kind.name, args, kwargs)
-        if kind.may_repeat and "out" not in kwargs:
-            known = recalled(key_of(func, args, kwargs, self.marking.certain))
-            if known is not None:
-                return self._repeat(func, kind.name, args, kwargs, known)
+        if (kind.may_repeat or kind.has_inside) and "out" not in kwargs:
+            look = Look(self.marking)
+            key = key_of(func, args, kwargs, look)
+            if key is not None and look.data:
+                out = self._familiar(kind, func, args, kwargs, look, recalled(key))
+                if out is not NotImplemented:
+                    return out
         name = kind.name
         tensors, data, weights, routed = self._sorted(name, args, kwargs)
         if weights and func is torch.autograd.grad:
@@ -124,15 +127,24 @@ class Intercept(TorchFunctionMode):
             self.recorder.constants.set(out, True)
         return out
 
-    def _repeat(self, func: Callable, name: str, args: tuple, kwargs: dict, known: tuple[Any, Any]) -> Any:
-        """Runs an op on data and constants that was understood before on such as these."""
-        out = func(*args, **kwargs)
-        shape, mark = known
-        if isinstance(out, Tensor) and isinstance(mark, Layout | Mixed) and out.shape == shape:
-            self.marks.set(out, mark)
-        else:
-            self.marking.mark(Call(name, func, args, kwargs, out, self._sorted(name, args, kwargs)[1]))
-        return out
+    def _familiar(
+        self, kind: Kind, func: Callable, args: tuple, kwargs: dict, look: Look, known: tuple[Any, Any] | None
+    ) -> Any:
+        """Runs an op on data, captured parameters and known constants; NotImplemented if more must be known to understand it.
+
+        `known` is what flow remembers of calls like this.
+        """
+        if not look.weights:
+            if known is None:
+                return self.insides.run(self, func, args, kwargs) if kind.has_inside else NotImplemented
+            out = func(*args, **kwargs)
+            if not self.marking.mark_again(out, *known):
+                self.marking.mark(Call(kind.name, func, args, kwargs, out, look.data))
+            return out
+        has_rule = func in RULES and func not in EXPANSIONS and func not in FOREIGN
+        if known is None or not has_rule or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            return NotImplemented
+        return self._meet(func, kind.name, args, kwargs, look.data, look.weights, known)
 
     def _sorted(
         self, name: str, args: tuple, kwargs: dict
@@ -204,9 +216,16 @@ class Intercept(TorchFunctionMode):
         return out
 
     def _meet(
-        self, func: Callable, name: str, args: tuple, kwargs: dict, data: list[tuple[Tensor, Mark]], weights: list
+        self,
+        func: Callable,
+        name: str,
+        args: tuple,
+        kwargs: dict,
+        data: list[tuple[Tensor, Mark]],
+        weights: list,
+        known: tuple[Any, Any] | None = None,
     ) -> Any:
-        """Runs the op by its rule and taps its result."""
+        """Runs the op by its rule and taps its result; `known` is what flow remembers of calls like this."""
         meeting = self._meeting(func, name, args, kwargs, data, weights)
         y = NotImplemented
         if func in RULES:
@@ -222,7 +241,8 @@ class Intercept(TorchFunctionMode):
             return y
         if y is None:  # written into an argument, which keeps its samples
             return None
-        mark = flow(Call(name, func, args, kwargs, y, data))
+        is_known = known is not None and known[0] == y.shape
+        mark = known[1] if known is not None and is_known else flow(Call(name, func, args, kwargs, y, data))
         if isinstance(mark, Several):
             (mark,) = mark
         if not isinstance(mark, Layout) or mark.has_strays:
@@ -277,37 +297,29 @@ class Intercept(TorchFunctionMode):
         self, func: Callable, name: str, args: tuple, kwargs: dict, data: list[tuple[Tensor, Mark]], weights: list
     ) -> Meeting:
         layouts = {id(t): layout for t, layout in self._layouts(name, data, weights)}
-        weight_ids = {id(t) for t, _ in weights}
-        return Meeting(
-            name,
-            func,
-            args,
-            kwargs,
-            layout_of=lambda t: layouts.get(id(t)),
-            is_weight=lambda t: id(t) in weight_ids,
-            taps=self,
-            first_layout=next(iter(layouts.values())),
-        )
+        return Meeting(name, func, args, kwargs, layouts, {id(t) for t, _ in weights}, self)
 
     def tap(self, meeting: Meeting, t: Tensor) -> Tensor:
         kept: list[Tensor] = []
+        places_of: dict[int, int] = {}
         uses = []
+        note = note_of(meeting.name, meeting.how, meeting.first_layout, t.dtype)
         for use in meeting.uses:
             places = []
             for one in use.keep:
-                place = next((i for i, other in enumerate(kept) if other is one), len(kept))
+                place = places_of.setdefault(id(one), len(kept))
                 if place == len(kept):
                     kept.append(one)
                 places.append(place)
             targets = self.weights.targets(use.weight)
-            self.recorder.note(targets, Note(meeting.name, meeting.how, meeting.first_layout, t.dtype))
+            self.recorder.note(targets, note)
             uses.append((targets, use.factor_of, places))
         meeting.uses.clear()
-        return Tap.apply(t, self.recorder.anchor, self.recorder, uses, *kept)  # type: ignore[return-value]
+        return apply_tap(t, self.recorder.anchor, self.recorder, uses, *kept)
 
     def gate(self, meeting: Meeting, weight: Tensor, spread: Tensor, factor_of: FactorOf) -> Tensor:
         targets = self.weights.targets(weight)
-        self.recorder.note(targets, Note(meeting.name, meeting.how, meeting.first_layout, spread.dtype))
+        self.recorder.note(targets, note_of(meeting.name, meeting.how, meeting.first_layout, spread.dtype))
         return Gate.apply(spread, self.recorder.anchor, self.recorder, targets, factor_of)  # type: ignore[return-value]
 
     def _foreign(
@@ -326,7 +338,7 @@ class Intercept(TorchFunctionMode):
             weight = ExpandedWeight(t, layout.num_samples, self.recorder.loss_reduction)
             weight.batch_first = axis == 0
             targets = self.weights.targets(t)
-            self.recorder.note(targets, Note(name, "foreign", layout, t.dtype))
+            self.recorder.note(targets, note_of(name, "foreign", layout, t.dtype))
             weight.deliver = self._deliver_dense(targets, get_gradient_edge(weight).node)
             expanded[id(t)] = weight
         values = [expanded.get(id(a), a) for a in (*args, *kwargs.values())]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from samplewise.flow import flows_by_shapes, is_in_place, op_name
-from samplewise.inside import ENGINE
+from samplewise.inside import ENGINE, without_override
 
 OPAQUE = set(
     "array backward_hooks base contains data_ptr deepcopy device dim dtype element_size format get_device grad grad_fn "
@@ -30,6 +30,8 @@ class Kind:
     """Whether it is in OPAQUE."""
     is_question: bool
     """Whether it is opaque and needs no thought at all."""
+    has_inside: bool
+    """Whether it is a function of torch written in Python, which is looked into."""
     may_repeat: bool
     """Whether a call like one before need not be understood again."""
 
@@ -40,4 +42,5 @@ def kind_of(func: Callable) -> Kind:
     name = op_name(func)
     is_opaque = name in OPAQUE and func not in ENGINE
     is_question = is_opaque and name not in FOLLOWED
-    return Kind(name, is_opaque, is_question, may_repeat=flows_by_shapes(name) and not is_in_place(func))
+    has_inside = without_override(func) is not None and func not in ENGINE
+    return Kind(name, is_opaque, is_question, has_inside, may_repeat=flows_by_shapes(name) and not is_in_place(func))

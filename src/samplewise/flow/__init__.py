@@ -310,8 +310,9 @@ MOVES = (reshaped, permuted, expanded, repeated, indexed_along, indexed, concate
 
 BY_SHAPES = (
     elementwise, reduction, along_dim, images, pooled, contracted, last_dims, fourier, embedded, one_hot, paired_rows, cell,
+    attention,
 )  # fmt: skip
-"""Handlers of ops in which elements meet that look at shapes alone."""
+"""Handlers of ops in which elements meet that look at shapes alone, unless they say that the call was tried."""
 
 
 def unmarked(call: Call) -> None:

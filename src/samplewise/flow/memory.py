@@ -17,25 +17,30 @@ def key_of(func: Callable, args: tuple, kwargs: dict, mark_of: Callable[[Tensor]
     """
     key: list[Any] = [func]
     for a in args:
-        if isinstance(a, Tensor):
+        kind = type(a)
+        if kind is int:
+            key.append(a)
+        elif isinstance(a, Tensor):
             mark = mark_of(a)
             if mark is NotImplemented:
                 return None
             key += mark, a.shape, a.dtype
-        elif isinstance(a, list | tuple | slice):
-            parts = (a.start, a.stop, a.step) if isinstance(a, slice) else a
-            inner = key_of(type(a), parts, {}, mark_of)  # type: ignore[arg-type]
+        elif isinstance(a, NESTED):
+            inner = key_of(kind, (a.start, a.stop, a.step) if kind is slice else a, {}, mark_of)  # type: ignore[arg-type]
             if inner is None:
                 return None
             key.append(inner)
         else:
-            key += type(a), a  # True is 1 and 1.0, but not here
+            key += kind, a  # True and 1.0 are equal to 1, but not here
     if kwargs:
         named = key_of(dict, tuple(kwargs.values()), {}, mark_of)
         if named is None:
             return None
         key += tuple(kwargs), named
     return tuple(key)
+
+
+NESTED = (list, tuple, slice)
 
 
 def recalled(key: Any) -> tuple[Any, Any] | None:

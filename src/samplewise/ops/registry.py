@@ -42,14 +42,25 @@ class Meeting:
     func: Callable
     args: tuple
     kwargs: dict[str, Any]
-    layout_of: Callable[[Tensor], Layout | None]
-    """The samples of an argument; None if it does not depend on the batch."""
-    is_weight: Callable[[Any], bool]
+    layouts: dict[int, Layout]
+    """The samples of each tensor of data, by its id."""
+    weight_ids: set[int]
+    """The ids of the weights."""
     taps: "Taps"
-    first_layout: Layout
     how: str = "rule"
     uses: list[Use] = field(default_factory=list)
     marks: list[Layout] | None = None
+
+    @property
+    def first_layout(self) -> Layout:
+        return next(iter(self.layouts.values()))
+
+    def layout_of(self, t: Tensor) -> Layout | None:
+        """The samples of an argument; None if it does not depend on the batch."""
+        return self.layouts.get(id(t))
+
+    def is_weight(self, t: Any) -> bool:
+        return id(t) in self.weight_ids
 
     def gate(self, weight: Tensor, spread: Tensor, factor_of: FactorOf) -> Tensor:
         """`spread` again, handing the gradient that it gets to `factor_of` for the weight."""
@@ -66,15 +77,13 @@ class Meeting:
 
     def plain(self, t: Any) -> Any:
         """`t`, without gradient if it is a weight."""
-        return t.detach() if self.is_weight(t) else t
+        return t.detach() if id(t) in self.weight_ids else t
 
     def is_data(self, t: Any) -> bool:
-        return isinstance(t, Tensor) and self.layout_of(t) is not None
+        return id(t) in self.layouts
 
     def layout(self, t: Tensor) -> Layout:
-        layout = self.layout_of(t)
-        assert layout is not None
-        return layout
+        return self.layouts[id(t)]
 
     def rows(self, t: Tensor, *, features: int) -> Fold | None:
         """How `t` folds into [B, T, *features]; None if samples change along a feature."""
@@ -83,7 +92,7 @@ class Meeting:
 
     def use(self, weight: Any, factor_of: FactorOf, *, keep: tuple[Tensor, ...] = ()) -> None:
         """`weight` gets `factor_of(g, *keep)`; nothing happens if it is not a weight (frozen, absent)."""
-        if self.is_weight(weight):
+        if id(weight) in self.weight_ids:
             self.uses.append(Use(weight, factor_of, keep))
 
 
