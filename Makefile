@@ -4,7 +4,7 @@ BIN := .venv/bin
 # oneDNN's AMX kernels for bfloat16 crash on some virtual machines; AVX-512 gives the same numbers.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 
-.PHONY: demo test lint fuzz bench coverage test-gpu clean
+.PHONY: demo test lint fuzz bench coverage test-gpu bench-gpu peers clean
 
 demo: .venv/cli
 	$(BIN)/samplewise demo
@@ -34,6 +34,16 @@ coverage: .venv/dev .venv/bench
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/test_gpu.py -W default
 
+# COMMIT names what is measured where there is no repository to ask.
+bench-gpu:
+	PYTHONPATH=src $(PYTHON) benchmarks/gpu.py $(if $(COMMIT),--commit $(COMMIT))
+	PYTHONPATH=src $(PYTHON) benchmarks/gpu_plot.py
+
+# What bench-gpu compares with, for a GPU machine that cannot install: pure Python, 8 MB, beside a torch, scipy and transformers.
+peers: | .venv/bin/uv
+	$(BIN)/uv pip install --quiet --python-version 3.12 --target .peers --no-deps \
+		opacus backpack-for-pytorch opt-einsum einops unfoldnd peft
+
 # .venv/EXTRA stands for "installed with that extra".
 .venv/bin/uv:
 	$(PYTHON) -m venv .venv
@@ -44,4 +54,4 @@ test-gpu:
 	@touch $@
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .peers

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samplewise.kernels import conv_norm, direct_norm, gram_norm, reference, segment_norm, weighted_sum
+from samplewise.kernels import conv_gram_norm, conv_norm, direct_norm, gram_norm, reference, segment_norm, weighted_sum
 
 RESULT = Path(__file__).parent / "results" / "kernels-h200.md"
 TOLERANCE = 1e-4
@@ -94,10 +94,8 @@ def error_of(got: Tensor, expected: Tensor, scale: Tensor | None = None) -> floa
     return ((got.double() - expected.double()).abs() / scale.clamp(min=1e-30)).max().item()
 
 
-def sides(B: int, T: int, I: int, O: int, dtype: torch.dtype, pad: int = 0) -> tuple[Tensor, Tensor]:
-    a = torch.randn(B, T, I, device="cuda", dtype=dtype)
-    g = torch.randn(B, T, O + pad, device="cuda", dtype=dtype)[..., :O]
-    return a, g
+def sides(B: int, T: int, I: int, O: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.randn(B, T, I, device="cuda", dtype=dtype), torch.randn(B, T, O, device="cuda", dtype=dtype)
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -112,20 +110,20 @@ def by_bmm(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 GRAM = [
-    (16, 256, 768, 768, 0),
-    (16, 256, 768, 2304, 0),
-    (16, 256, 3072, 768, 0),
-    (16, 256, 768, 50257, 0),
-    (16, 256, 768, 50257, 7),  # rows of g aligned, as where a compiler pads them
-    (64, 197, 768, 3072, 0),
-    (256, 16, 4608, 512, 0),
-    (256, 64, 2304, 256, 0),
+    (16, 256, 768, 768),
+    (16, 256, 768, 2304),
+    (16, 256, 3072, 768),
+    (16, 256, 768, 50257),
+    (16, 256, 768, 50304),  # rows of g aligned, as where a model pads its vocabulary
+    (64, 197, 768, 3072),
+    (256, 16, 4608, 512),
+    (256, 64, 2304, 256),
 ]
 
 
 def gram_cases() -> Iterator[Case]:
-    for (B, T, I, O, pad), dtype in [*itertools.product(GRAM, [torch.bfloat16]), (GRAM[1], torch.float32)]:
-        a, g = sides(B, T, I, O, dtype, pad)
+    for (B, T, I, O), dtype in [*itertools.product(GRAM, [torch.bfloat16]), (GRAM[1], torch.float32)]:
+        a, g = sides(B, T, I, O, dtype)
         truth = [
             torch.cat(part)
             for part in zip(
@@ -148,7 +146,7 @@ def gram_cases() -> Iterator[Case]:
                     cuts[str(tuple(cut))] = lambda cut=cut, a=a, g=g: gram_norm.launch(a, g, cut)
         yield Case(
             kernel="gram",
-            shape=f"B{B} T{T} {I}→{O}{' padded' if pad else ''} {name_of(dtype)}",
+            shape=f"B{B} T{T} {I}→{O} {name_of(dtype)}",
             run=lambda a=a, g=g: gram_norm.gram_sq_norms(a, g),
             reference=lambda a=a, g=g: reference.gram_sq_norms(a, g),
             compositions={"bmm": lambda a=a, g=g: by_bmm(a, g)},
@@ -241,6 +239,13 @@ def conv_cases(kind: str) -> Iterator[Case]:
             run, of_reference = conv_norm.conv_per_sample, reference.conv_per_sample
             compositions: dict[str, Callable[[], Any]] = {"unfold, bmm": built, "samples as groups": as_groups}
             check = lambda got, truth=truth: error_of(got[:2], truth, truth.abs().max())
+        elif kind == "conv-gram":
+            if out > 16:
+                continue
+            truth = reference.conv_gram_sq_norms(x[few].double(), g[few].double(), *geometry)
+            run, of_reference = conv_gram_norm.conv_gram_sq_norms, reference.conv_gram_sq_norms
+            compositions = {"unfold, bmm": lambda g=g, patched=patched: by_bmm(patched().mT, g.flatten(2).mT)}
+            check = lambda got, truth=truth: max(error_of(got[0][:2], *truth), error_of(got[1][:2], truth[1]))
         else:
             truth = reference.conv_sq_norms(x[few].double(), g[few].double(), *geometry)
             run, of_reference = conv_norm.conv_sq_norms, reference.conv_sq_norms
@@ -248,7 +253,7 @@ def conv_cases(kind: str) -> Iterator[Case]:
             if out <= 16:
                 compositions["unfold, Gram"] = lambda g=g, patched=patched: by_bmm(patched().mT, g.flatten(2).mT)[0]
             check = lambda got, truth=truth: error_of(got[:2], truth)
-        cuts, target = {}, x.new_empty(B, O, C, k, k) if kind == "conv" else None
+        cuts, target = {}, x.new_empty(B, O, k, k, C).permute(0, 1, 4, 2, 3) if kind == "conv" else None
         blocks = [
             (128, 128, 64, 8),
             (128, 128, 64, 4),
@@ -257,10 +262,16 @@ def conv_cases(kind: str) -> Iterator[Case]:
             (64, 64, 64, 4),
             (64, 256, 64, 8),
         ]
-        for (o, n, l, w), stages in itertools.product([*blocks, (128, 128, 32, 8), (128, 256, 64, 8)], (3, 4)):
-            cut = conv_norm.Config(min(o, O), n, l, w, stages)
-            cuts[str(tuple(cut))] = lambda cut=cut, x=x, g=g, geometry=geometry, target=target: (
-                conv_norm.launch(x, g, *geometry, cut, target) if target is None else _filled(x, g, geometry, cut, target)
+        for t, n, stages in itertools.product((16, 32, 64), (64, 128), (3, 4)) if kind == "conv-gram" else ():
+            if min(64, out * out) <= t < 2 * out * out:
+                cut = gram_norm.Config(t, n, 1, 4, stages)
+                cuts[str(tuple(cut))] = lambda cut=cut, x=x, g=g, geometry=geometry: conv_gram_norm.launch(
+                    x, g, *geometry, cut
+                )
+        for o, n, l, w in [*blocks, (128, 128, 32, 8)] if kind != "conv-gram" else ():
+            cut = conv_norm.Config(min(o, O), n, l, w, 3)
+            cuts[str(tuple(cut))] = lambda cut=cut, x=x, g=g, geometry=geometry, target=target: conv_norm.launch(
+                x, g, *geometry, cut, target
             )
         yield Case(
             kernel=kind,
@@ -269,16 +280,11 @@ def conv_cases(kind: str) -> Iterator[Case]:
             reference=lambda call=of_reference, x=x, g=g, geometry=geometry: call(x, g, *geometry),
             compositions=compositions,
             check=check,
-            flops=2.0 * B * C * O * k * k * out * out,
+            flops=2.0 * B * (out**4 * (C * k * k + O) if kind == "conv-gram" else C * O * k * k * out * out),
             floor=floor,
             cuts=cuts,
             tolerance=1e-2 if kind == "conv" else TOLERANCE,  # the gradients themselves are given in bfloat16
         )
-
-
-def _filled(x: Tensor, g: Tensor, geometry: tuple, cut: conv_norm.Config, target: Tensor) -> Tensor:
-    conv_norm.launch(x, g, *geometry, cut, target)
-    return target
 
 
 SUM = [(16, 256, 768, 768), (16, 256, 768, 3072), (16, 256, 768, 50257), (4, 2048, 2048, 8192), (64, 197, 768, 2304)]
@@ -303,11 +309,11 @@ def sum_cases() -> Iterator[Case]:
             return torch.mm(g.flatten(0, 1).mT, a.flatten(0, 1), out_dtype=torch.float32)
 
         cuts = {}
-        blocks = [(128, 128, 64, 8), (128, 128, 64, 4), (128, 256, 64, 8), (64, 128, 64, 4), (256, 128, 64, 8)]
-        for (o, i, r, warps), splits, stages in itertools.product(blocks, (1, 2, 4, 6), (3, 4)):
+        blocks = [(128, 128, 64, 8), (128, 128, 64, 4), (128, 256, 64, 8), (64, 128, 64, 4)]
+        for (o, i, r, warps), splits in itertools.product(blocks, (1, 2, 4, 6)):
             num = -(-O // o) * -(-I // i) * splits
             if splits == 1 or num <= 600:
-                cut = weighted_sum.Config(o, i, r, splits, warps, stages)
+                cut = weighted_sum.Config(o, i, r, splits, warps, 3)
                 cuts[str(tuple(cut))] = lambda cut=cut, a=a, g=g, w=w: weighted_sum.launch(a, g, w, cut)
         yield Case(
             kernel="sum",
@@ -343,10 +349,8 @@ def segment_cases() -> Iterator[Case]:
             return torch.where(same, torch.bmm(g, g.mT, out_dtype=torch.float32), 0).sum((1, 2))
 
         cuts = {}
-        for (t, d, s, w), stages in itertools.product(
-            [(64, 128, 64, 4), (64, 64, 64, 4), (128, 128, 64, 8), (64, 128, 32, 4), (128, 64, 64, 4), (64, 256, 32, 8)],
-            (2, 3, 4),
-        ):
+        blocks = [(64, 128, 64, 4), (64, 64, 64, 4), (128, 128, 64, 8), (64, 128, 32, 4), (128, 64, 64, 4)]
+        for (t, d, s, w), stages in itertools.product(blocks, (2, 3)):
             cut = segment_norm.Config(t, d, s, w, stages)
             cuts[str(tuple(cut))] = lambda cut=cut, ids=ids, g=g: segment_norm.launch(ids, g, None, cut)
         yield Case(
@@ -366,6 +370,7 @@ KERNELS: dict[str, Callable[[], Iterator[Case]]] = {
     "direct": direct_cases,
     "conv": lambda: conv_cases("conv"),
     "conv-norm": lambda: conv_cases("conv-norm"),
+    "conv-gram": lambda: conv_cases("conv-gram"),
     "sum": sum_cases,
     "segment": segment_cases,
 }

@@ -1,5 +1,6 @@
 """Every kernel against its reference: on the GPU where there is one, else in Triton's interpreter, in a process of its own."""
 
+import doctest
 import os
 import subprocess
 import sys
@@ -12,12 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from samplewise.kernels import conv_norm, direct_norm, gram_norm, reference, segment_norm, weighted_sum
+from samplewise.kernels import conv_gram_norm, conv_norm, direct_norm, gram_norm, reference, segment_norm, weighted_sum
 from samplewise.kernels.backend import HAS_TRITON, IS_INTERPRETED, jit, tl
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RUNS_KERNELS = HAS_TRITON and (DEVICE == "cuda" or IS_INTERPRETED)
 runs_kernels = pytest.mark.skipif(not RUNS_KERNELS, reason="needs CUDA or TRITON_INTERPRET=1")
+
+once = pytest.mark.skipif(IS_INTERPRETED, reason="has run in the process that started this one")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -196,6 +199,14 @@ def test_conv(conv, memory_format):
     expected = reference.conv_per_sample(*arguments)
     close(conv_norm.conv_per_sample(*arguments), expected, scale=expected.abs().max())
     close(conv_norm.conv_sq_norms(*arguments), reference.conv_sq_norms(*arguments))
+    check_conv_gram(arguments, conv_gram_norm.config(arguments[1]))
+    check_conv_gram(arguments, gram_norm.Config(16, 16, 1, 4, 2))
+
+
+def check_conv_gram(arguments: tuple, cut: gram_norm.Config) -> None:
+    (n, m), (expected_n, expected_m) = conv_gram_norm.launch(*arguments, cut), reference.conv_gram_sq_norms(*arguments)
+    close(m, expected_m)
+    close(n, expected_n, scale=expected_m)
 
 
 @runs_kernels
@@ -207,6 +218,7 @@ def test_conv_in_half(dtype):
     rounding = torch.finfo(dtype).eps  # added in float32, rounded once
     torch.testing.assert_close(conv_norm.conv_per_sample(*arguments).float(), expected, rtol=rounding, atol=1e-4)
     close(conv_norm.conv_sq_norms(*arguments), reference.conv_sq_norms(*arguments))
+    check_conv_gram(arguments, conv_gram_norm.config(arguments[1]))
 
 
 @runs_kernels
@@ -217,6 +229,7 @@ def test_conv_however_it_is_cut():
         close(conv_norm.launch(x, g, *geometry, cut), reference.conv_sq_norms(x, g, *geometry))
 
 
+@once
 @pytest.mark.parametrize("conv", CONVS.values(), ids=CONVS)
 def test_the_reference_of_conv_is_the_gradient(conv):
     """Autograd's own gradient of a weight, sample by sample."""
@@ -229,6 +242,9 @@ def test_the_reference_of_conv_is_the_gradient(conv):
         (gradient,) = torch.autograd.grad(y, weight, g[b : b + 1])
         got = reference.conv_per_sample(x, g, kernel, stride, padding, dilation, groups)[b]
         torch.testing.assert_close(got, gradient, rtol=1e-12, atol=1e-12)
+        n, m = reference.conv_gram_sq_norms(x, g, kernel, stride, padding, dilation, groups)
+        torch.testing.assert_close(n[b], gradient.square().sum(), rtol=1e-12, atol=1e-12)
+        assert n[b] <= m[b] * (1 + 1e-12)
 
 
 def check_sum(a: Tensor, g: Tensor, w: Tensor, cut: weighted_sum.Config | None = None) -> None:
@@ -317,7 +333,17 @@ def test_padding_is_not_read():
 
 
 NORMS = {"gram": lambda a, g: gram_norm.gram_sq_norms(a, g)[0], "direct": direct_norm.direct_sq_norms}
-"""of a and g"""
+FAR = {
+    **NORMS,
+    "gram in parts": lambda a, g: gram_norm.launch(a, g, gram_norm.Config(16, 16, 2, 4, 2))[0],
+    "sum": lambda a, g: weighted_sum.weighted_sum(a, g, torch.ones(3)),
+    "segment": lambda a, g: segment_norm.segment_sq_norms(torch.arange(18).repeat(3, 1) // 2, a),
+    "conv": lambda a, g: conv_norm.conv_sq_norms(a.mT.unsqueeze(2), g.mT.unsqueeze(2), [1, 1], [1, 1], [0, 0], [1, 1], 1),
+    "conv Gram": lambda a, g: conv_gram_norm.conv_gram_sq_norms(
+        a.mT.unsqueeze(2), g.mT.unsqueeze(2), [1, 1], [1, 1], [0, 0], [1, 1], 1
+    )[0],
+}
+"""What is asked of a whose entries lie far apart."""
 
 
 @runs_kernels
@@ -334,14 +360,18 @@ def test_a_bad_sample_stays_alone(norms, bad):
 
 
 @runs_kernels
-@pytest.mark.parametrize("norms", NORMS.values(), ids=NORMS)
+@pytest.mark.parametrize("norms", FAR.values(), ids=FAR)
 def test_offsets_past_two_to_the_31(norms):
     """Storage in which samples, positions and columns lie more than 2^31 elements apart, touched only where they lie."""
-    storage = torch.empty(2**31 + 100, dtype=torch.bfloat16)
-    for strides in ((2**31 - 60, 3, 1), (3, 2**31 // 17, 1), (54, 1, 2**30)):
-        a = storage.as_strided((2, 18, 3), strides)
+    storage = torch.empty(2**31 + 2**28, dtype=torch.bfloat16)
+    for strides in (
+        (2**30 + 64, 3, 1),
+        (3, 2**31 // 17 + 16, 1),
+        (54, 1, 2**30 + 8),
+    ):  # each fits 31 bits, twice it does not
+        a = storage.as_strided((3, 18, 3), strides)
         a.copy_(torch.randn(a.shape))
-        g = drawn(2, 18, 4, dtype=torch.bfloat16)
+        g = drawn(3, 18, 4, dtype=torch.bfloat16)
         torch.testing.assert_close(norms(a, g), norms(a.contiguous(), g), rtol=0, atol=0)
 
 
@@ -354,6 +384,20 @@ def test_nothing_gives_nothing(shape):
     assert torch.equal(weighted_sum.weighted_sum(a, g, torch.ones(B)), torch.zeros(O, I))
     ids = torch.zeros(B, T, dtype=torch.long)
     assert torch.equal(segment_norm.segment_sq_norms(ids, g if I else a), torch.zeros(B))
+
+
+@once
+def test_nothing_here_is_imported_before_it_is_needed():
+    """And without Triton the ops are there, with the reference's numbers."""
+    code = """
+import sys, samplewise, torch
+assert not [name for name in sys.modules if name.startswith(("triton", "samplewise.kernels"))]
+sys.modules["triton"] = None  # as if it were not installed
+from samplewise.kernels import conv_gram_norm, conv_norm, direct_norm, gram_norm, segment_norm, weighted_sum
+print(direct_norm.direct_sq_norms(torch.ones(1, 2, 3), torch.ones(1, 2, 4)).tolist())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "[48.0]\n", done.stderr
 
 
 def test_the_cpu_has_the_reference():
@@ -375,6 +419,7 @@ CALLS = {
     "direct": lambda: (direct_norm.direct_sq_norms, (drawn(2, 5, 3), drawn(2, 5, 4))),
     "conv": lambda: (conv_norm.conv_per_sample, CONVS["groups"].drawn(torch.float32)),
     "conv bf16": lambda: (conv_norm.conv_per_sample, CONVS["plain"].drawn(torch.bfloat16, torch.channels_last)),
+    "conv Gram": lambda: (conv_gram_norm.conv_gram_sq_norms, CONVS["groups"].drawn(torch.bfloat16)),
     "conv norm": lambda: (conv_norm.conv_sq_norms, CONVS["plain"].drawn(torch.bfloat16)),
     "sum": lambda: (weighted_sum.weighted_sum, (drawn(2, 5, 3), drawn(2, 5, 4), torch.randn(2))),
     "sum bf16": lambda: (weighted_sum.weighted_sum, (drawn(2, 5, 3).bfloat16(), drawn(2, 5, 4).bfloat16(), torch.randn(2))),
@@ -383,6 +428,17 @@ CALLS = {
 }
 
 
+OPS = {call()[0] for call in CALLS.values()}
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op._name)
+def test_examples(op):
+    """pytest does not look into custom ops."""
+    for example in doctest.DocTestFinder().find(op._init_fn, op._name, globs={"torch": torch, op._init_fn.__name__: op}):
+        assert doctest.DocTestRunner().run(example).failed == 0
+
+
+@once
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_graphs_take_the_ops(call):
     op, arguments = call()

@@ -13,6 +13,7 @@ from samplewise.noise import NoiseScale
 from samplewise.projections import Gaussian, Kronecker, Rademacher, SparseJL
 from samplewise.queries import Grads, capture, per_sample
 from samplewise.running import RunningMoments, RunningNoiseScale, RunningNorms
+from samplewise.step import StepResult, per_sample_step
 from samplewise.verification import Verification, verify
 
 __version__ = "0.1.0"
@@ -28,10 +29,12 @@ __all__ = [
     "SamplesMixError",
     "SamplewiseError",
     "SparseJL",
+    "StepResult",
     "UnattributedError",
     "Verification",
     "call_for_per_sample_grads",
     "capture",
     "per_sample",
+    "per_sample_step",
     "verify",
 ]

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from samplewise.errors import SamplesMixError
 from samplewise.samples import Layout, Lost, Mark, Marks, Mixed
+from samplewise.tracing import untraced
 
 
 def followed_hook(mode: TorchFunctionMode, marks: Marks[Mark], layout: Mark, hook: Callable) -> Callable:
@@ -54,12 +55,15 @@ def follow(marks: Marks[Mark], name: str, inputs: Sequence[Tensor], outputs: Seq
         node.register_hook(leave)
 
 
+@untraced
+def _agree(mark: Layout, layout: Layout) -> bool:
+    return torch.equal(*torch.broadcast_tensors(mark.ids, layout.ids))
+
+
 def _refuse_mixed(marks: Marks[Mark], layout: Mark, g: Tensor, where: str) -> None:
     """Raises if `g` does not hold, in each place, a gradient of the sample there and of no other."""
     mark = marks.get(g)
-    if isinstance(layout, Layout) and not (
-        isinstance(mark, Layout) and torch.equal(*torch.broadcast_tensors(mark.ids, layout.ids))
-    ):
+    if isinstance(layout, Layout) and not (isinstance(mark, Layout) and _agree(mark, layout)):
         how = (
             f"{mark.op} combines gradients of several samples" if isinstance(mark, Mixed | Lost) else "samples change places"
         )

@@ -1,67 +1,179 @@
-"""A step as one compiled graph, traced through the same interception and rules as the step that runs op by op."""
+"""Compiled steps: one graph for each kind of batch and state of the model that is met, whatever the batch's size."""
 
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from samplewise.still import attributes_put_back
-from samplewise.tracing import collecting
+from samplewise import sizes
+from samplewise.errors import SamplewiseError
+from samplewise.replay import replayed
+from samplewise.snapshot import Snapshot
+from samplewise.trace import Record, Run, Trace
+
+MAX_FAMILIES = 8
+"""How often a step is compiled anew for one kind of batch because something that its code reads has changed."""
+MAX_SIZES = 4
+"""How many sizes of a batch are compiled one by one where no graph for all sizes is found."""
 
 
-class Trace:
-    """One step written down: `graph(*tensors of the batch)` gives [*tensors of the result, *doubt]."""
+@dataclass
+class Graph:
+    """A step compiled for one size of the batch, or for all."""
 
-    def __init__(self, model: nn.Module, run: Callable[..., Any], batch: tuple):
-        leaves, spec = tree_flatten(batch)
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    trace: Trace
+    run: Callable[..., list[Tensor]]
 
-        def flat_run(*tensors: Tensor) -> list[Tensor]:
-            filled = list(leaves)
-            for i, t in zip(places, tensors, strict=True):
-                filled[i] = t
-            with collecting() as doubts:
-                result = run(tree_unflatten(filled, spec), verify=False)
-            values, self.out_spec = tree_flatten(result)
-            self.values = [None if isinstance(v, Tensor) else v for v in values]
-            flag = doubts.any()
-            self.has_doubt = flag is not None
-            return [v for v in values if isinstance(v, Tensor)] + ([] if flag is None else [flag])
 
-        with attributes_put_back(model):
-            traced = make_fx(flat_run, tracing_mode="fake", _allow_non_fake_inputs=True)
-            self.graph: GraphModule = traced(*[leaves[i] for i in places])
-        self.places = places
+@dataclass
+class Family:
+    """The graphs of one kind of batch, for one state of what the step's code reads."""
 
-    def result(self, outputs: list[Tensor]) -> Any:
-        """The step's result from what the graph gave."""
-        tensors = iter(outputs)
-        return tree_unflatten([next(tensors) if v is None else v for v in self.values], self.out_spec)
+    snapshot: Snapshot
+    of_size: dict[int, Graph] = field(default_factory=dict)
+    of_any_size: Graph | None = None
+    why_not: str | None = None
+    """Why there is no graph for all sizes."""
 
 
 class Compiled:
-    """The step of a batch, compiled for each kind of batch that it meets."""
+    """step(*batch), compiled when a batch is the first of its kind, and once more when a second size of it comes."""
 
-    def __init__(self, model: nn.Module, run: Callable[..., Any], *, verify: bool):
-        self.model, self.run, self.verify = model, run, verify
-        self._known: dict[Any, tuple[Trace, Callable]] = {}
+    def __init__(self, model: nn.Module, run: Run, functions: tuple[Callable, ...], *, batch_dim: int, verify: bool):
+        self.model, self.run, self.functions = model, run, functions
+        self.batch_dim, self.verify = batch_dim, verify
+        self.num_graphs = 0
+        """How many graphs have been compiled."""
+        self._families: dict[Any, list[Family]] = {}
 
     def __call__(self, *batch: Any) -> Any:
         leaves, spec = tree_flatten(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        key = (spec, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
-        if key not in self._known:
-            if self.verify:
-                self.run(batch, verify=True)
-            trace = Trace(self.model, self.run, batch)
-            self._known[key] = trace, torch.compile(trace.graph, fullgraph=True, dynamic=False)
-        trace, graph = self._known[key]
+        if any(t.requires_grad for t in tensors):
+            raise SamplewiseError(
+                "a tensor of the batch needs a gradient, which a compiled step does not give it. Detach it, or take the step "
+                "op by op: per_sample_step(..., compile=False)."
+            )
+        size = next((t.shape[self.batch_dim] for t in tensors if t.ndim > self.batch_dim), 0)
+        graph = None
+        if size:
+            kind = (spec, tuple(self._kind(leaf, size) for leaf in leaves), _surroundings())
+            graph = self._graph(self._family(kind, batch), size, batch)
+        if graph is None:
+            return self.run(batch, Record(), verify=False)
         with torch.no_grad():
-            outputs = graph(*tensors)
-        if trace.has_doubt and bool(outputs[-1]):
-            return self.run(batch, verify=False)
-        return trace.result(outputs)
+            outputs = graph.run(*tensors)
+        if graph.trace.has_doubt and bool(outputs[-1]):
+            return self.run(batch, Record(), verify=False)
+        return graph.trace.result(outputs)
+
+    def _kind(self, leaf: Any, size: int) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        shape = [-1 if self._is_row_dim(leaf, d, size) else n for d, n in enumerate(leaf.shape)]
+        strides = None if leaf.is_contiguous() else leaf.stride()
+        return tuple(shape), strides, leaf.dtype, leaf.device
+
+    def _is_row_dim(self, t: Tensor, d: int, size: int) -> bool:
+        return d == self.batch_dim and t.shape[d] == size
+
+    def _family(self, kind: Any, batch: tuple) -> Family:
+        families, change = self._families.setdefault(kind, []), None
+        for family in families:
+            change = family.snapshot.change()
+            if change is None:
+                return family
+        if len(families) == MAX_FAMILIES:
+            raise SamplewiseError(
+                f"the step was compiled {MAX_FAMILIES} times for one kind of batch, because {change!r}, which its code reads, "
+                "keeps changing. Let the code read a tensor in its place, or take the step op by op: compile=False."
+            )
+        self.run(batch, Record(), verify=self.verify)  # what only running shows is refused here
+        families.insert(0, Family(Snapshot(self.model, *self.functions)))
+        return families[0]
+
+    def _graph(self, family: Family, size: int, batch: tuple) -> Graph | None:
+        """The graph for this size; None if the step is to be taken op by op."""
+        if size in family.of_size:
+            return family.of_size[size]
+        if family.of_any_size is not None and size > 1:
+            return family.of_any_size
+        others = [n for n in family.of_size if n > 1]
+        if size > 1 and others and family.why_not is None:
+            try:
+                family.of_any_size = self._graph_of_any_size(family.of_size[others[0]].trace, size, batch)
+                family.of_size = {n: graph for n, graph in family.of_size.items() if n == 1}
+                return family.of_any_size
+            except sizes.NotAlikeError as error:
+                family.why_not = str(error)
+        if len(others) >= MAX_SIZES and size > 1:
+            warnings.warn(
+                f"no graph of the step serves batches of all sizes ({family.why_not}); after {MAX_SIZES} sizes others are taken op "
+                "by op. Give batches of a few sizes.",
+                stacklevel=4,
+            )
+            return None
+        trace = Trace(self.model, self.run, batch, Record())
+        family.of_size[size] = Graph(trace, self._compiled(trace.graph, batch, is_fixed=True))
+        return family.of_size[size]
+
+    def _graph_of_any_size(self, first: Trace, size: int, batch: tuple) -> Graph:
+        small = first.record.batch_size
+        leaves, spec = tree_flatten(batch)
+        if small is None or not any(isinstance(t, Tensor) and self._has_rows(t, size) for t in leaves):
+            raise sizes.NotAlikeError("the size of the batch is not one of its tensors'")
+        pinned = Record(routes=first.record.routes)
+        second = Trace(self.model, self.run, batch, pinned)
+        third_size = small + size
+        third = Trace(
+            self.model, self.run, tree_unflatten([self._resized(t, size, third_size) for t in leaves], spec), pinned
+        )
+        if second.record.batch_size != size:
+            raise sizes.NotAlikeError("the size of the batch is not that of its first tensor")
+        form = sizes.template(first.graph, second.graph, (small, size))
+        sizes.check(form, first.graph, third.graph, third_size)
+        tensors = [t for t in leaves if isinstance(t, Tensor)]
+        place = next(i for i, t in enumerate(tensors) if self._has_rows(t, size))
+        graph = sizes.of_any_size(form, first.graph, (place, self.batch_dim))
+        return Graph(first, self._compiled(graph, batch, is_fixed=False))
+
+    def _has_rows(self, t: Tensor, size: int) -> bool:
+        return t.ndim > self.batch_dim and t.shape[self.batch_dim] == size
+
+    def _resized(self, leaf: Any, size: int, other: int) -> Any:
+        """A tensor like this with another number of rows; its values are not read."""
+        if not isinstance(leaf, Tensor) or not self._has_rows(leaf, size):
+            return leaf
+        shape = list(leaf.shape)
+        shape[self.batch_dim] = other
+        return leaf.new_zeros(shape)
+
+    def _compiled(self, graph: torch.fx.GraphModule, batch: tuple, *, is_fixed: bool) -> Callable[..., list[Tensor]]:
+        self.num_graphs += 1
+        tensors = [t for t in tree_flatten(batch)[0] if isinstance(t, Tensor)]
+        if is_fixed:
+            compiled = torch.compile(graph, fullgraph=True, dynamic=False)
+            return replayed(compiled, graph, tensors, [*self.model.parameters(), *self.model.buffers()])
+        compiled = torch.compile(graph, fullgraph=True)
+
+        def run(*tensors: Tensor) -> list[Tensor]:
+            rows = [t for t in tensors if self._has_rows(t, tensors[0].shape[self.batch_dim])]
+            for t in rows:
+                torch._dynamo.maybe_mark_dynamic(t, self.batch_dim)
+            return compiled(*tensors)
+
+        return run
+
+
+def _surroundings() -> Any:
+    """What torch itself does otherwise from the same call."""
+    return (
+        tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+    )

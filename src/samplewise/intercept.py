@@ -51,7 +51,7 @@ from samplewise.samples import Layout, Lost, Mark
 from samplewise.saving import kept_as_is
 from samplewise.sight import CustomFunction
 from samplewise.tap import Gate, Recorder, Targets, apply_tap, is_wanted, note_of
-from samplewise.weights import Weight
+from samplewise.weights import Weight, looked_up
 
 FRESH = set("new_zeros new_ones new_full new_empty".split())
 """Ops on data that take only its shape and type."""
@@ -207,10 +207,11 @@ class Intercept(TorchFunctionMode):
         picked = routed or any(weight.is_picked for _, weight in weights)
         if picked and not routed and not (name in ELEMENTWISE or moves(name)):
             refuse_picked(name, weights)
+        rows = None if picked else looked_up(name, args, kwargs)
         with kept_as_is():
             out = func(*args, **kwargs)
         for t in tensors_in((out,)):
-            self.weights.derive(t, weights, name, is_picked=picked)
+            self.weights.derive(t, weights, name, is_picked=picked, rows=rows)
             if not t.requires_grad:
                 self.recorder.constants.set(t, True)
         return out

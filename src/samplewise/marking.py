@@ -3,13 +3,12 @@
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from samplewise.flow import Call, Several, flow, is_in_place, tensors_in, written
 from samplewise.flow.memory import shapes_of
-from samplewise.samples import Layout, Lost, Mark, Marks, has_memory
+from samplewise.samples import Layout, Lost, Mark, Marks, has_memory, same_ids
 from samplewise.tap import Recorder
 from samplewise.tracing import untraced
 from samplewise.weights import Weight
@@ -159,6 +158,5 @@ def _layout_of_base(view: Tensor, mark: Mark) -> Layout | None:
     return Layout(mark.ids.reshape(shape), mark.num_samples)
 
 
-@untraced
 def same_samples(mark: Mark | None, other: Mark | None) -> bool:
-    return isinstance(mark, Layout) and isinstance(other, Layout) and torch.equal(mark.ids, other.ids)
+    return isinstance(mark, Layout) and isinstance(other, Layout) and same_ids(mark, other)

@@ -66,6 +66,10 @@ class Planner:
         costs = choice.costs
         return choice.route if choice.route != "build" else min(("gram", "direct"), key=lambda r: costs[r].seconds)
 
+    def routes(self) -> dict[str, str]:
+        """{parameter: the route that it took}."""
+        return {name: choice.route for name, choice in self._choices.items()}
+
     def table(self) -> str:
         """A row a use: its shapes, the route taken, and FLOPs, bytes held and predicted time of every route."""
         rows = [["parameter", "B", "T", "weight", "route", *(f"{r}: GFLOP, MB held, ms" for r in ROUTES)]]

@@ -103,6 +103,10 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
             return self.sq_norms().sqrt()
         return {group: n.sqrt() for group, n in self.sq_norms(groups=groups).items()}
 
+    def routes(self) -> dict[str, str]:
+        """{parameter: the route that its norms take}, for those that have a choice; see `plan`."""
+        return self._planner.routes()
+
     def plan(self) -> str:
         """A table of the route that each use takes, with the FLOPs, the bytes held and the predicted time that were weighed.
 

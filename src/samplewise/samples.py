@@ -95,6 +95,12 @@ class Layout:
         return self._folds[features]
 
 
+@untraced
+def same_ids(layout: Layout, other: Layout) -> bool:
+    """Whether the two put the same samples in the same places."""
+    return torch.equal(layout.ids, other.ids)
+
+
 class Fold:
     """Brings `[*lead, *features]` into the one canonical form `[B, T, *features]`.
 

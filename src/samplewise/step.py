@@ -7,11 +7,10 @@ from torch import Tensor, nn
 
 from samplewise.compiled import Compiled
 from samplewise.queries import Grads, LossFn, capture
+from samplewise.trace import Record
 
-Query = Callable[[Grads], Any]
 
-
-class Step(NamedTuple):
+class StepResult(NamedTuple):
     """What one step gives."""
 
     loss: Tensor
@@ -23,33 +22,47 @@ class Step(NamedTuple):
 def per_sample_step(
     model: nn.Module,
     loss_fn: LossFn,
-    query: Query,
+    query: Callable[[Grads], Any],
     *,
     compile: bool = False,
     memory: str | int | float | None = None,
     loss_reduction: str = "sum",
+    batch_dim: int = 0,
     verify: bool = True,
     plan: Mapping[str, str] | None = None,
-) -> Callable[..., Step]:
-    """A function of a batch that runs forward, backward and the query.
+) -> Callable[..., StepResult]:
+    """step(*batch) → (loss, answer): forward, backward and one query about the gradients of every sample.
+
+    `loss_fn(model, *batch)` calls the model and returns one loss a sample, shape [B], or one number, which
+    `loss_reduction` then says is their "sum" or their "mean". `query(grads)` is any question, or several in a tuple or dict.
 
     >>> import torch
     >>> model = nn.Linear(2, 1, bias=False)
     >>> step = per_sample_step(model, lambda model, x: model(x).squeeze(1), lambda grads: grads.norms())
     >>> step(torch.tensor([[3.0, 4.0], [6.0, 8.0]])).answer
     tensor([ 5., 10.])
-    """
-    options = {"memory": memory, "loss_reduction": loss_reduction, "plan": plan}
 
-    def run(batch: tuple, *, verify: bool) -> Step:
+    `compile`: forward, backward and query become one compiled graph, traced through the same rules when a batch is the
+    first of its kind. Parameters and buffers are read anew in every step. A second size of the batch makes one graph for all
+    sizes. Attributes of the model, and variables that `loss_fn` and `query` close over, are looked at in every step, and the
+    step is compiled anew where they changed. A step whose course depends on the values of the batch is refused. Where values turn out
+    to need care (a sample that is not finite, positions that cancel), the batch is taken op by op.
+    `memory`, `batch_dim`, `verify`, `plan`: as in `capture`.
+    """
+
+    def run(batch: tuple, record: Record, *, verify: bool) -> StepResult:
+        pins = {**(plan or {}), **record.routes}
+        options: Any = {"memory": memory, "loss_reduction": loss_reduction, "batch_dim": batch_dim, "plan": pins}
         with capture(model, verify=verify, **options) as grads:
             loss = loss_fn(model, *batch)
             if loss.ndim:
                 grads.backward(loss)
             else:
                 loss.backward()
-        return Step(loss.detach(), query(grads))
+        answer = query(grads)
+        record.batch_size, record.routes = grads.batch_size, grads.routes()
+        return StepResult(loss.detach(), answer)
 
     if not compile:
-        return lambda *batch: run(batch, verify=verify)
-    return Compiled(model, run, verify=verify)
+        return lambda *batch: run(batch, Record(), verify=verify)
+    return Compiled(model, run, (loss_fn, query), batch_dim=batch_dim, verify=verify)

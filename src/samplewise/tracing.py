@@ -28,7 +28,12 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
         if not is_tracing():
             return function(*args, **kwargs)
         with _disable_current_modes():
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+        if Doubts.current is not None:
+            pending, Doubts.current.pending = Doubts.current.pending, []
+            for flag in pending:
+                doubt(flag())
+        return result
 
     return run
 
@@ -40,6 +45,8 @@ class Doubts:
 
     def __init__(self) -> None:
         self.flags: list[Tensor] = []
+        self.pending: list[Callable[[], Tensor]] = []
+        """Flags that are to be computed once ops are written down again."""
 
     def any(self) -> Tensor | None:
         return torch.stack(self.flags).any() if self.flags else None
@@ -53,6 +60,14 @@ def collecting() -> Iterator[Doubts]:
         yield Doubts.current
     finally:
         Doubts.current = outer
+
+
+def occurs(flag: Callable[[], Tensor]) -> bool:
+    """Whether the flag is set; while a step is traced it is taken not to be, and a doubt if it is."""
+    if Doubts.current is None:
+        return bool(flag())
+    Doubts.current.pending.append(flag)
+    return False
 
 
 def doubt(flag: Tensor) -> None:

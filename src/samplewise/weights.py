@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from samplewise.errors import UnattributedError
 from samplewise.factors.base import Factor
 from samplewise.factors.pullback import Pullback
+from samplewise.factors.rows import Rows
 from samplewise.samples import Marks
 
 Pull = Callable[[Factor], Factor]
@@ -67,14 +68,22 @@ class Weights:
         """Whether `t` is a parameter or was derived in sight."""
         return id(t) in self._of_parameter or self._derived.get(t) is not None
 
-    def derive(self, t: Tensor, sources: list[tuple[Tensor, Weight]], name: str, *, is_picked: bool = False) -> None:
-        """Records that `t` was computed by the op from these weights alone."""
+    def derive(
+        self,
+        t: Tensor,
+        sources: list[tuple[Tensor, Weight]],
+        name: str,
+        *,
+        is_picked: bool = False,
+        rows: Tensor | None = None,
+    ) -> None:
+        """Records that `t` was computed by the op from these weights alone; `rows` if it is just these rows of its weight."""
         if not t.requires_grad:
             return
         roots = frozenset().union(*(weight.roots for _, weight in sources))
         pull = None
         if len(sources) == 1 and sources[0][1].pull is not None:
-            pull = _pull_through(name, *sources[0], t)
+            pull = _pull_rows(rows, *sources[0]) if rows is not None else _pull_through(name, *sources[0], t)
         self._derived.set(t, Weight(roots, pull, t.grad_fn, is_picked))
 
     def targets(self, t: Tensor) -> list[tuple[str, Pull]]:
@@ -122,7 +131,8 @@ def _nodes_behind(t: Tensor) -> set[Any]:
     """All nodes of the graph that a backward from `t` would walk."""
     if t.is_leaf and t._is_view():  # made of a leaf without grad: no graph
         return set()
-    seen, stack = set(), [get_gradient_edge(t).node]
+    seen: set[Any] = set()
+    stack: list[Any] = [get_gradient_edge(t).node]
     while stack:
         node = stack.pop()
         if node is not None and node not in seen:
@@ -154,6 +164,27 @@ def _pull_through(name: str, source: Tensor, weight: Weight, t: Tensor) -> Pull 
         if order is not None:
             return lambda factor: pull(factor.arranged(derived, order, shape))
     return None
+
+
+def looked_up(name: str, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    """The ids of the rows that an embedding gives as they are, for ids that are the same for all samples."""
+    if name != "embedding" or kwargs or not (len(args) > 1 and isinstance(args[1], Tensor)):
+        return None
+    padding, by_frequency, *_ = (*args[2:4], *(-1, False)[len(args) - 2 :])
+    return args[1] if padding == -1 and not by_frequency and isinstance(args[0], Tensor) and args[0].ndim == 2 else None
+
+
+def _pull_rows(ids: Tensor, source: Tensor, weight: Weight) -> Pull:
+    """The pull of rows of `source`: its gradient has those of the rows, in their places."""
+    pull, (num_rows, D) = weight.pull, source.shape
+    assert pull is not None
+    ids = ids.detach().clone()  # it may be changed before the gradients are asked for
+
+    def pulled(factor: Factor) -> Factor:
+        B = factor.num_samples
+        return pull(Rows(ids.flatten().expand(B, -1), factor.materialize().reshape(B, ids.numel(), D), num_rows=num_rows))
+
+    return pulled
 
 
 def _order(source: Tensor, t: Tensor) -> tuple[int, ...] | None:

@@ -78,7 +78,12 @@ class Factor(ABC):
         return max(1, torch.Size(self.shape).numel())
 
     def num_at_once(self, elements: int, max_bytes: int | None = None) -> int:
-        """How many samples are worked on at once if each takes temporaries of so many elements."""
+        """How many samples are worked on at once if each takes temporaries of so many elements.
+
+        A compiled step takes all at once, unless it is told otherwise, so that it is the same for every size of the batch.
+        """
+        if is_tracing() and max_bytes is None:
+            return max(1, self.num_samples)
         t = self.tensors()[-1]
         limit = CHUNK_BYTES.get(t.device.type, CHUNK_BYTES["cuda"])
         return max(1, min(limit, max_bytes or limit) // (max(4, t.element_size()) * max(1, elements)))

@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 from samplewise.factors.base import Factor, arrange, fitting, mended, sq_lengths, squares
+from samplewise.kernels.backend import has_kernel
+from samplewise.kernels.direct_norm import direct_sq_norms
+from samplewise.kernels.gram_norm import gram_sq_norms
 from samplewise.plan import TILE, Use, norm_route
 from samplewise.precision import wide, wide_product
 
@@ -63,6 +66,9 @@ class Outer(Factor):
             return (squares(self.a).sum(-1) * squares(self.g).sum(-1)).sum((1, 2))
         if (route or norm_route(self.use())) != "gram":
             return self._direct_sq_norms()
+        if self._has_kernel():
+            norms, terms = gram_sq_norms(*self._rows())
+            return mended(norms, terms, lambda doubtful: self.select(doubtful)._direct_sq_norms())
         (_, T, G, I), O = self.a.shape, self.g.shape[-1]
         copied = T * G * (I + O) if self.g.element_size() < 4 and not self.g.is_cuda else 0
         step = self.num_at_once(2 * G * min(T, TILE) ** 2 + copied)
@@ -78,8 +84,9 @@ class Outer(Factor):
         a, g = ((a * w).to(a.dtype), g) if a.shape[-1] < g.shape[-1] else (a, (g * w).to(g.dtype))
         if g.stride(0) < g.stride(1):  # sequence first, as in recurrent layers: einsum need not copy it
             a, g = a.transpose(0, 1), g.transpose(0, 1)
-        if self._is_turned():
-            return torch.einsum("bti,bto->io", a[:, :, 0].conj(), g[:, :, 0])
+        if a.shape[2] == 1:
+            rows_a, rows_g = a[:, :, 0].flatten(0, 1).conj(), g[:, :, 0].flatten(0, 1)
+            return rows_a.mT @ rows_g if self._is_turned() else self._arranged((rows_g.mT @ rows_a).unsqueeze(0))
         return self._arranged(torch.einsum("btgo,btgi->goi", g, a.conj()))
 
     def dots(self, direction: Tensor) -> Tensor:
@@ -182,7 +189,16 @@ class Outer(Factor):
     def _parts(self) -> Iterator["Outer"]:
         return (part for _, part in self.chunks() if isinstance(part, Outer))
 
+    def _has_kernel(self) -> bool:
+        return self.a.shape[2] == 1 and has_kernel(self.a, self.g)
+
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        """a [B, T, I] and g [B, T, O] of the only group."""
+        return self.a[:, :, 0], self.g[:, :, 0]
+
     def _direct_sq_norms(self) -> Tensor:
+        if self._has_kernel():
+            return direct_sq_norms(*self._rows())
         return torch.cat([sq_lengths(part._wide_product()) for part in self._parts()])
 
     def _wide_product(self) -> Tensor:

@@ -202,6 +202,7 @@ def _flow(call: Call) -> Mark | Several | None:
     return mark
 
 
+@untraced
 def _only_sample(marks: list[Mark]) -> int | None:
     """The sample that all of these are of; None if there are several."""
     ids = [int(mark.ids) if isinstance(mark, Layout) and mark.ids.numel() == 1 else NO_SAMPLE for mark in marks]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from samplewise.samples import NO_SAMPLE, Layout, Mark, Mixed
 from samplewise.sight import CustomFunction
+from samplewise.tracing import untraced
 
 
 @dataclass
@@ -127,6 +128,7 @@ def merged(call: Call, all_ids: Iterable[Tensor]) -> Mark:
     return next(same, None) or call.layout(first)  # the same object knows what was found out about it
 
 
+@untraced
 def compressed(ids: Tensor) -> Tensor:
     """ids with every dimension along which the sample does not change cut to size 1."""
     for d in range(ids.ndim):

@@ -8,6 +8,7 @@ from torch import Tensor
 from samplewise.contraction import along, operands
 from samplewise.flow.call import Call, Several, aligned, compressed, elementwise, merged
 from samplewise.samples import NO_SAMPLE, Layout, Lost, Mark, Mixed
+from samplewise.tracing import occurs
 
 
 def reduction(call: Call) -> Mark:
@@ -368,9 +369,15 @@ def _counts_evenly(call: Call, target: Tensor, layout: Layout) -> bool:
     """Whether as many targets count for every sample; those of `ignore_index` do not."""
     if target.is_floating_point():
         return layout.is_even
-    ids = layout.ids.expand(target.shape).to(target.device)
-    counts = torch.bincount(ids[target != call.arg(4, "ignore_index", -100)].flatten(), minlength=layout.num_samples)
-    return not layout.has_strays and bool((counts == counts[0]).all())
+    if layout.has_strays or layout.num_samples == 0:
+        return not layout.has_strays
+    rows, ignored = layout.fold(0), call.arg(4, "ignore_index", -100)
+
+    def differ() -> Tensor:
+        counts = rows(target != ignored).sum(1)
+        return (counts != counts[0]).any()
+
+    return not occurs(differ)
 
 
 def contracted(call: Call) -> Mark:

@@ -88,7 +88,5 @@ def _kernel(
         num_before += tl.sum((is_same & (s[None, :] < t[:, None])).to(tl.int32), 1)
         g = tl.load(g_at + (s.to(tl.int64) * g_stride_t)[:, None], mask=is_row[:, None] & (d < D)[None, :], other=0.0)
         sums = dot(is_same.to(tl.float32).to(g.dtype), g, sums, PRECISION)
-    counts = (t < T) & (num_before == 0)
-    if HAS_PADDING:
-        counts = counts & (ids != padding_id)
-    tl.store(parts_ptr + program, tl.sum(tl.sum(tl.where(counts[:, None], sums * sums, 0.0), 1), 0))
+    is_first = (t < T) & (num_before == 0)
+    tl.store(parts_ptr + program, tl.sum(tl.sum(tl.where(is_first[:, None], sums * sums, 0.0), 1), 0))

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from samplewise.factors.rows import Rows
 from samplewise.ops.registry import Meeting, expansion, rule
-from samplewise.samples import Fold
+from samplewise.samples import Fold, Layout
+from samplewise.tracing import untraced
 
 
 @rule(F.embedding)
@@ -88,9 +89,11 @@ def embedding_bag(
             scale = scale / torch.zeros(num_bags, dtype=g.dtype, device=g.device).index_add_(0, bag, scale).clamp(min=1)[bag]
         if per_sample_weights is not None:
             scale = scale * rest[-1].flatten()
-        of_bags = offsets is None or by_offsets
-        sample = layout.ids.flatten().expand(num_bags)[bag.cpu()] if of_bags else layout.ids.flatten()
-        positions = Fold(sample, layout.num_samples)
+        if offsets is None:
+            positions = _positions_of_bags(layout, ids.shape)
+        else:
+            sample = layout.ids.flatten().expand(num_bags)[bag.cpu()] if by_offsets else layout.ids.flatten()
+            positions = Fold(sample, layout.num_samples)
         return Rows(positions(flat), positions(g[bag] * scale.unsqueeze(1)), num_rows=num_rows)
 
     keep = [t for t in (input, offsets, per_sample_weights) if t is not None]
@@ -99,6 +102,12 @@ def embedding_bag(
         input, meeting.plain(weight), offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,
         include_last_offset, padding_idx,
     )  # fmt: skip
+
+
+@untraced
+def _positions_of_bags(layout: Layout, shape: torch.Size) -> Fold:
+    """Which sample each of the ids [bags, length] is of, once flattened."""
+    return Fold(layout.ids.reshape(-1, 1).expand(shape).flatten(), layout.num_samples)
 
 
 @expansion(torch.Tensor.__getitem__, torch.index_select, torch.Tensor.index_select)

@@ -15,7 +15,7 @@ from samplewise.factors.dense import Dense
 from samplewise.factors.outer import Outer
 from samplewise.ops.pointwise import spread_sum
 from samplewise.ops.registry import Meeting, rule
-from samplewise.samples import Layout
+from samplewise.samples import Layout, same_ids
 
 
 @rule(F.linear)
@@ -74,7 +74,7 @@ def bilinear(meeting: Meeting, input1: Tensor, input2: Tensor, weight: Tensor, b
     layouts = [meeting.layout(x) for x in data]
     if others or any(map(meeting.is_weight, (input1, input2))) or not data:
         return NotImplemented
-    if any(not torch.equal(layout.ids, layouts[0].ids) for layout in layouts) or input1.ndim - 1 in layouts[0].dims:
+    if any(not same_ids(layout, layouts[0]) for layout in layouts) or input1.ndim - 1 in layouts[0].dims:
         return NotImplemented
     rows = layouts[0].fold(1)
     shape = tuple(weight.shape)

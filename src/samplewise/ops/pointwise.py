@@ -14,6 +14,7 @@ from samplewise.flow.moves import spelt_index
 from samplewise.ops.registry import Meeting, rule
 from samplewise.precision import wide
 from samplewise.samples import Layout
+from samplewise.tracing import untraced
 
 
 def pointwise(meeting: Meeting) -> Any:
@@ -48,14 +49,19 @@ def written(meeting: Meeting, target: Tensor, index: Any, value: Tensor) -> Any:
     """x[index] = weight: the weight gets g of the elements that it was written to."""
     if not meeting.is_data(target) or not meeting.is_weight(value) or any(map(meeting.is_data, tree_leaves(index))):
         return NotImplemented
-    layout = meeting.layout(target)
-    spelt, consumed = spelt_index(index, target.ndim)
-    ids = layout.ids.expand([*target.shape[:consumed], *layout.ids.shape[consumed:]])
-    here = Layout(compressed(ids[spelt]), layout.num_samples)
+    here = _layout_at(index, target, meeting.layout(target))
     source = unspread(value)
     spread = source.detach().expand(target[index].shape)
     target[index] = meeting.gate(source, spread, lambda g: spread_sum(g, here, tuple(source.shape)))
     return None
+
+
+@untraced
+def _layout_at(index: Any, target: Tensor, layout: Layout) -> Layout:
+    """The layout of target[index]."""
+    spelt, consumed = spelt_index(index, target.ndim)
+    ids = layout.ids.expand([*target.shape[:consumed], *layout.ids.shape[consumed:]])
+    return Layout(compressed(ids[spelt]), layout.num_samples)
 
 
 @rule(torch.cat, torch.concat, torch.concatenate, torch.stack)
@@ -77,6 +83,7 @@ def concatenated(meeting: Meeting, tensors: list[Tensor], dim: int = 0, **kwargs
     return meeting.func([gated(t) for t in tensors], dim)
 
 
+@untraced
 def common_layout(meeting: Meeting, tensors: list[Tensor], ndim: int) -> Layout | None:
     """The layout in which all data among the tensors agree once broadcast to `ndim` dimensions."""
     layouts = [meeting.layout(t) for t in tensors if meeting.is_data(t)]
@@ -115,7 +122,7 @@ def spread_sum(g: Tensor, layout: Layout, shape: tuple[int, ...]) -> Dense:
             ("lead", *lead), lambda: layout.ids.permute(lead + kept).reshape([layout.ids.shape[d] for d in lead])
         )
         rows = of_lead.fold(0)
-        return Dense(wide(rows(g.permute(lead + kept))).sum(1).reshape(B, *shape))
+        return Dense(Dense.of_sum(rows(g.permute(lead + kept))).G.reshape(B, *shape))
     # the weight itself has a dimension along which samples change: each sample sees its own stretch of it
     ids = layout.ids.to(g.device)
     mine = (ids == torch.arange(B, device=g.device).reshape(-1, *[1] * g.ndim)).expand(B, *g.shape)

@@ -19,7 +19,8 @@ from samplewise.factors.dense import Dense
 from samplewise.factors.outer import Outer
 from samplewise.ops.registry import Meeting, expansion, rule
 from samplewise.ops.steps import Steps
-from samplewise.samples import Layout
+from samplewise.samples import Layout, same_ids
+from samplewise.tracing import untraced
 
 KERNELS = {"lstm": torch.lstm, "gru": torch.gru, "rnn_tanh": torch.rnn_tanh, "rnn_relu": torch.rnn_relu}
 
@@ -130,7 +131,7 @@ def recurrence_rule(
     """
     layout = meeting.layout(gates)
     states = states_layout(layout, gates, batch_sizes)
-    if any(meeting.is_data(s) and not torch.equal(meeting.layout(s).ids, states.ids) for s in first):
+    if any(meeting.is_data(s) and not same_ids(meeting.layout(s), states) for s in first):
         raise SamplesMixError(
             f"{kind} was given the initial states of other samples than those it runs on. Give each its own."
         )
@@ -174,6 +175,7 @@ def recurrence_rule(
     return meeting.marked([y, *ends], [layout] + [states] * len(ends))
 
 
+@untraced
 def states_layout(layout: Layout, gates: Tensor, batch_sizes: Tensor | None) -> Layout:
     """Of a state [1, B, H]."""
     ids = layout.ids.expand(gates.shape[0], *layout.ids.shape[1:]) if batch_sizes is not None else layout.ids[:1]

@@ -1,0 +1,113 @@
+"""What a step costs on a GPU over plain training and over what peers cost: time, peak memory and whether the numbers are right.
+
+python benchmarks/gpu.py --out DIR                    everything; adds to DIR/gpu-NAME.json, writes DIR/gpu-NAME.md
+python benchmarks/gpu.py --rows llama --dtypes bf16 --methods plain samplewise --budget 500
+python benchmarks/gpu.py --tiny --out DIR             tiny models on the CPU, to try the way
+
+Each method runs in a process of its own. The processes of a row get ready together (imports, checks, compilation, warming up);
+when all are ready or have failed, one after the other is told to go and is timed while all others wait. What stands in the JSON
+already is not measured again, so that several runs on one machine make one table.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from gpu_jobs import Job, measure
+from gpu_methods import METHODS
+from gpu_models import ROWS
+from gpu_results import Results, device_name, machine
+from gpu_worker import DTYPES, TRUTH
+from gpu_worker import main as work
+
+HERE = Path(__file__).parent
+PEERS = HERE.parent / ".peers"
+"""Libraries carried to a machine that cannot install them: `make peers`."""
+
+
+def main() -> None:
+    sys.path.append(str(PEERS))
+    options = parsed()
+    if options.worker:
+        work(*json.loads(options.worker))
+        return
+    until = time.monotonic() + options.budget
+    device, driver = ("CPU, tiny models", "") if options.tiny else device_name()
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = Results.at(
+        options.out / f"gpu-{'tiny' if options.tiny else device.split()[-1].lower()}.json",
+        machine(device, options.commit or commit()),
+    )
+    run = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} {driver}".strip()
+    units = [(row, dtype) for dtype in options.dtypes for row in options.rows]
+    units = [unit for unit in units if any((*unit, method) not in results.facts for method in options.methods)]
+    longest = 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        for k in range(0, len(units), options.together):
+            begin = time.monotonic()
+            if until - begin < longest:
+                print(f"too little is left of {options.budget:.0f} s for more; call again for the rest")
+                break
+            jobs = [Job(*unit, method) for unit in units[k : k + options.together] for method in (TRUTH, *options.methods)]
+            again = report(measure(jobs, options, Path(folder), until), results, run)
+            for job in again:
+                report(measure([job], options, Path(folder), until), results, run)
+            for truth in Path(folder).glob("*.truth"):
+                truth.unlink()
+            longest = max(longest, time.monotonic() - begin)
+            print(f"{time.monotonic() - begin:.0f} s for these", flush=True)
+    print(results.path.with_suffix(".md").read_text())
+
+
+def report(done: Iterator[Job], results: Results, run: str) -> list[Job]:
+    """Adds what was measured to the results; gives the jobs that ran out of memory beside others, to be tried alone."""
+    again = []
+    for job in done:
+        beside_others = job.facts.pop("out_of_memory", False) and job.others
+        if beside_others:
+            again.append(Job(*job.key, others=False))
+        elif job.state in ("timed", "failed"):
+            results.add(job.key, {**job.facts, "run": run})
+        if job.state == "failed":
+            with results.path.with_name(f"{results.path.stem}-errors.txt").open("a") as file:
+                file.write(f"--- {' '.join(job.key)}\n{job.log.read_text(errors='replace')[-6000:]}\n")
+        shown = job.facts.get("failed") or (f"{job.facts['p50']:.2f} ms" if "p50" in job.facts else job.state)
+        print(f"{job.row} {job.dtype} {job.method}: {shown}", flush=True)
+    return again
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), metavar="METHOD", help="names, or how they begin")
+    parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=["bf16", "fp32"], metavar="DTYPE")
+    parser.add_argument("--seconds", type=float, default=2.0, help="how long a method is timed")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds until a process counts as too slow")
+    parser.add_argument("--budget", type=float, default=36000.0, help="seconds for the whole call")
+    parser.add_argument("--together", type=int, default=2, help="rows that get ready at the same time")
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--commit", help="what the results are of, where there is no repository to ask")
+    parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.methods = [m for m in METHODS if any(m.startswith(asked) for asked in options.methods)]
+    if not options.methods:
+        parser.error(f"no such method; there are: {'; '.join(METHODS)}")
+    return options
+
+
+def commit() -> str:
+    if shutil.which("git") is None:
+        return "unknown"
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False, cwd=HERE)
+    return done.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    main()

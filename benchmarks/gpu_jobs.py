@@ -1,0 +1,174 @@
+"""Worker processes that get ready together, as far as the device's memory goes, and are then timed one at a time."""
+
+import argparse
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpu_methods import METHODS
+from gpu_models import ROWS
+from gpu_worker import SAYS, TRUTH
+
+HERE = Path(__file__).parent
+DEVICE_GIB = 125
+IDLE_GIB = 0.7
+"""A process's context, and what it holds while it waits is reckoned as an eighth of what it took to warm up."""
+SECONDS_A_TURN = 5
+"""Kept of the budget for each process that is to be timed."""
+
+
+@dataclass
+class Job:
+    """A worker process, and how far it is: started → checked → warm → ready → timed, or failed, or out of time."""
+
+    row: str
+    dtype: str
+    method: str
+    state: str = "started"
+    facts: dict[str, Any] = field(default_factory=dict)
+    others: bool = True
+    """Whether other jobs get ready beside it."""
+    process: Any = None
+    log: Path = Path(os.devnull)
+    deadline: float = 0.0
+    limit: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.row, self.dtype, self.method
+
+    @property
+    def first(self) -> int:
+        """The order of warming up: the truth, which others wait for, then what must be compiled."""
+        return 0 if self.method == TRUTH else 1 if METHODS[self.method].compiled else 2
+
+    @property
+    def gib(self) -> float:
+        gib = ROWS[self.row].gib * (2 if self.dtype == "fp32" else 1)
+        return {"warm": gib, "ready": IDLE_GIB + gib / 8}.get(self.state, IDLE_GIB)
+
+    def start(self, options: argparse.Namespace, folder: Path, heard: queue.Queue, num_compiled: int) -> None:
+        threads = max(1, (os.cpu_count() or 1) // max(1, num_compiled))
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]),
+            "TORCHINDUCTOR_COMPILE_THREADS": str(min(threads, 8)),
+            "OMP_NUM_THREADS": "1",
+            "TRANSFORMERS_VERBOSITY": "error",
+        }
+        given = [self.row, self.dtype, self.method, options.tiny, options.seconds, str(truth_path(folder, self))]
+        self.log = folder / f"{self.row}-{self.dtype}-{self.method.replace(' ', '_')}.log"
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "gpu.py"), "--worker", json.dumps(given)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log.open("w"), text=True,
+            env=environment, start_new_session=True,
+        )  # fmt: skip
+        self.wait(options.limit)
+        threading.Thread(target=self.listen, args=(heard,), daemon=True).start()
+
+    def listen(self, heard: queue.Queue) -> None:
+        for line in self.process.stdout:
+            if line.startswith(SAYS):
+                heard.put((self, json.loads(line[len(SAYS) :])))
+        heard.put((self, {"state": "ended"}))
+
+    def wait(self, limit: float) -> None:
+        self.limit, self.deadline = limit, time.monotonic() + limit
+
+    def tell(self, word: str, limit: float) -> None:
+        self.wait(limit)
+        with contextlib.suppress(BrokenPipeError):  # it ended; the reader says so
+            self.process.stdin.write(word + "\n")
+            self.process.stdin.flush()
+
+    def fail(self, why: str) -> None:
+        self.state, self.facts = "failed", {"failed": why}
+        self.end()
+
+    def end(self) -> None:
+        """Ends the process and what it started (its compiler's processes), and waits until the device is free of it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def take(self, message: dict[str, Any]) -> None:
+        """Goes on to what the process said it is."""
+        state = message.pop("state")
+        if self.state in ("failed", "timed", "out of time"):
+            return
+        if state == "ended":
+            last = (self.log.read_text(errors="replace").splitlines() or [""])[-1]
+            self.fail(f"the process ended with code {self.process.wait()}: {last}"[:300])
+        else:
+            self.state, self.facts = state, message or self.facts
+
+
+def truth_path(folder: Path, job: Job) -> Path:
+    return folder / f"{job.row}-{job.dtype}.truth"
+
+
+# --- a group of jobs ------------------------------------------------------------------------------------------------------------
+
+
+def measure(jobs: list[Job], options: argparse.Namespace, folder: Path, until: float) -> Iterator[Job]:
+    """Gets all jobs ready together, then times one after the other; gives each as it is done, those without a turn last."""
+    heard: queue.Queue = queue.Queue()
+    num_compiled = sum(job.first == 1 for job in jobs)
+    for job in jobs:
+        job.start(options, folder, heard, num_compiled)
+    try:
+        get_ready(jobs, options, folder, heard, until)
+        for job in jobs:
+            if job.state != "ready":
+                job.end()
+        for job in jobs:
+            if job.state == "ready" and time.monotonic() < until:
+                job.tell("go", options.limit)
+                while job.state == "ready":
+                    listen([job], heard, folder, waits=("ready",))
+                job.end()
+            yield job
+    finally:
+        for job in jobs:
+            job.end()
+
+
+def get_ready(jobs: list[Job], options: argparse.Namespace, folder: Path, heard: queue.Queue, until: float) -> None:
+    while unready := [job for job in jobs if job.state in ("started", "checked", "warm")]:
+        if time.monotonic() > until - SECONDS_A_TURN * sum(job.state != "failed" for job in jobs):
+            for job in unready:
+                job.end()
+                job.state = "out of time"
+            return
+        for job in sorted((job for job in unready if job.state == "checked"), key=lambda job: job.first):
+            others = [other for other in jobs if other is not job and other.state not in ("failed", "timed")]
+            gib = sum(other.gib for other in others) + ROWS[job.row].gib * (2 if job.dtype == "fp32" else 1)
+            if gib > DEVICE_GIB and any(other.state == "warm" for other in others):
+                break
+            job.state = "warm"
+            job.tell("warm", options.limit)
+        listen(jobs, heard, folder)
+
+
+def listen(jobs: list[Job], heard: queue.Queue, folder: Path, waits: tuple[str, ...] = ("started", "warm")) -> None:
+    """Takes the next message, if one comes soon; ends what is in one of the states `waits` for too long."""
+    try:
+        job, message = heard.get(timeout=0.5)
+        job.take(message)
+    except queue.Empty:
+        pass
+    for job in jobs:
+        if job.state in waits and time.monotonic() > job.deadline:
+            job.fail(f"took longer than {job.limit:.0f} s")
+        if job.state == "failed" and job.method == TRUTH:
+            truth_path(folder, job).with_suffix(".failed").touch()

@@ -1,0 +1,108 @@
+"""A step written down as one graph, through the same interception and rules as the step that runs op by op."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from samplewise.errors import SamplewiseError
+from samplewise.still import attributes_put_back
+from samplewise.tracing import collecting
+
+
+@dataclass
+class Record:
+    """What a step that was taken tells about itself, and in `routes` what it is told."""
+
+    routes: dict[str, str] = field(default_factory=dict)
+    """{parameter: the route that its norms take}."""
+    batch_size: int | None = None
+
+
+Run = Callable[..., Any]
+"""run(batch, record, verify=...) takes the step op by op."""
+
+OF_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+"""What tensors without values raise when they are asked for one."""
+
+
+class Trace:
+    """`graph(*tensors of the batch)` gives the tensors of the result, and behind them the doubt if there can be one.
+
+    Parameters and buffers are read from the model whenever the graph runs. Only shapes, dtypes and what Python saw are
+    written down, never the values of the batch: a step that needs those is refused.
+    """
+
+    graph: GraphModule
+    has_doubt: bool
+    _values: list[Any]
+    _spec: TreeSpec
+
+    def __init__(self, model: nn.Module, run: Run, batch: tuple, record: Record):
+        self.record = Record(record.routes)
+        leaves, spec = tree_flatten(batch)
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+        def flat_run(*tensors: Tensor) -> list[Tensor]:
+            filled = list(leaves)
+            for i, t in zip(places, tensors, strict=True):
+                filled[i] = t
+            with collecting() as doubts:
+                result = run(tree_unflatten(filled, spec), self.record, verify=False)
+            values, self._spec = tree_flatten(result)
+            self._values = [NotImplemented if isinstance(v, Tensor) else v for v in values]
+            flag = doubts.any()
+            self.has_doubt = flag is not None
+            return [v for v in values if isinstance(v, Tensor)] + ([] if flag is None else [flag])
+
+        try:
+            with attributes_put_back(model):
+                traced = make_fx(flat_run, tracing_mode="fake", _allow_non_fake_inputs=True)
+                self.graph = traced(*[leaves[i] for i in places])
+        except SamplewiseError:
+            raise
+        except Exception as error:  # whatever code does with tensors that have no values
+            why = (
+                "what it does depends on the values of the batch"
+                if isinstance(error, OF_VALUES)
+                else "its code cannot be traced"
+            )
+            raise SamplewiseError(
+                f"the step cannot be compiled: {why} ({type(error).__name__}: {_first_line(error)}). "
+                "Take it op by op: per_sample_step(..., compile=False)."
+            ) from error
+        _clean(self.graph.graph)
+        self.graph.recompile()
+
+    def result(self, outputs: list[Tensor]) -> Any:
+        """The step's result from what the graph gave."""
+        tensors = iter(outputs)
+        return tree_unflatten([next(tensors) if v is NotImplemented else v for v in self._values], self._spec)
+
+
+def _clean(graph: Graph) -> None:
+    """Takes out what only autograd needed: aliases, views as what they are already, and results that nobody reads."""
+    for node in graph.nodes:
+        if node.target in (torch.ops.aten.alias.default, torch.ops.aten.detach.default) or _is_same_view(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+def _is_same_view(node: Any) -> bool:
+    """Whether a view has the shape of what it views."""
+    if node.target not in (torch.ops.aten.view.default, torch.ops.aten.expand.default, torch.ops.aten._unsafe_view.default):
+        return False
+    source, out = (n.meta.get("val") for n in (node.args[0], node))
+    return isinstance(source, Tensor) and isinstance(out, Tensor) and source.shape == out.shape
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
