@@ -120,10 +120,13 @@ class Fold:
         """The dimension along which sample b lies at place b."""
         self.folded: tuple[int, tuple[int, int], int] | None = None
         """(dimension, its sizes once unfolded, which of them counts samples) where rows are folded as (B·T) or (T·B)."""
+        self.is_leading = False
+        """Whether samples already come one after the other, so that a view will do."""
         if len(full) == 1:
             self._find_axis(full[0], ids.flatten())
         elif num_samples == 1 and not full and ids.ndim and int(ids.flatten()[0]) == 0:
             self.axis = 0
+        self.is_leading = self.axis == 0 or (self.folded is not None and self.folded[0] == self.folded[2] == 0)
 
     def _find_axis(self, dim: int, ids: Tensor) -> None:
         B, num_rows = self.num_samples, len(ids)
@@ -140,6 +143,8 @@ class Fold:
     def __call__(self, t: Tensor) -> Tensor:
         B, lead, features = self.num_samples, t.shape[: self.ids.ndim], t.shape[self.ids.ndim :]
         num_positions = lead.numel() // B if B else 0
+        if self.is_leading:
+            return t.reshape(B, num_positions, *features)
         if self.axis is not None:
             return t.movedim(self.axis, 0).reshape(B, num_positions, *features)
         if self.folded is not None:

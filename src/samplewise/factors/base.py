@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from samplewise.plan import CHUNK_BYTES, Use
-from samplewise.precision import wide
+from samplewise.precision import wide, wide_dtype
 from samplewise.tracing import doubt, is_tracing
 
 CHUNK_ELEMENTS = 1 << 24
@@ -27,7 +27,7 @@ def flat(t: Tensor) -> Tensor:
 def sq_lengths(t: Tensor) -> Tensor:
     """n with n[b] = sum |t[b]|², shape [B], in float32 or better; no square is stored."""
     rows = flat(t)
-    return torch.linalg.vector_norm(rows, dim=1, dtype=wide(rows[:0]).dtype).square()
+    return torch.linalg.vector_norm(rows, dim=1, dtype=wide_dtype(rows)).square()
 
 
 def squares(t: Tensor) -> Tensor:

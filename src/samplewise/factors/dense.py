@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from samplewise.factors.base import Factor, flat, sq_lengths
-from samplewise.precision import wide
+from samplewise.precision import wide, wide_dtype
 from samplewise.tracing import is_tracing
 
 
@@ -23,7 +23,7 @@ class Dense(Factor):
     @classmethod
     def of_sum(cls, t: Tensor, dims: int | tuple[int, ...] = 1) -> "Dense":
         """The factor of t [B, ...] summed over these dimensions, in float32 or better."""
-        return cls(t.sum(dims, dtype=wide(t[:0]).dtype))
+        return cls(t.sum(dims, dtype=wide_dtype(t)))
 
     def materialize(self) -> Tensor:
         return self.G

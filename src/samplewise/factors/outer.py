@@ -10,7 +10,7 @@ from samplewise.kernels.backend import has_kernel
 from samplewise.kernels.direct_norm import direct_sq_norms
 from samplewise.kernels.gram_norm import gram_sq_norms
 from samplewise.plan import TILE, Use, norm_route
-from samplewise.precision import wide, wide_product
+from samplewise.precision import wide, wide_dtype, wide_product
 
 
 class Outer(Factor):
@@ -80,7 +80,7 @@ class Outer(Factor):
 
     def weighted_sum(self, w_B: Tensor) -> Tensor:
         a, g = (self.a, self.g) if self.g.is_cuda else (wide(self.a), wide(self.g))
-        w = w_B.to(wide(g[:0]).real.dtype).reshape(-1, 1, 1, 1)
+        w = w_B.to(wide_dtype(g).to_real()).reshape(-1, 1, 1, 1)
         a, g = ((a * w).to(a.dtype), g) if a.shape[-1] < g.shape[-1] else (a, (g * w).to(g.dtype))
         if g.stride(0) < g.stride(1):  # sequence first, as in recurrent layers: einsum need not copy it
             a, g = a.transpose(0, 1), g.transpose(0, 1)
@@ -130,7 +130,7 @@ class Outer(Factor):
         (B, T, G, I), O, (C, S) = self.a.shape, self.g.shape[-1], other.a.shape[:2]
         if B * T * C * S * (I + O) > (B * T + C * S + B * C) * I * O:
             return None
-        dtype = torch.promote_types(wide(self.g[:0]).dtype, wide(other.g[:0]).dtype)
+        dtype = torch.promote_types(wide_dtype(self.g), wide_dtype(other.g))
         a, g, a2, g2 = (t.to(dtype).permute(2, 0, 1, 3) for t in (self.a, self.g, other.a, other.g))  # [G, B, T, ·]
         step_C = fitting(G * T * S)
         step_B = fitting(G * T * S * min(step_C, C))
@@ -159,7 +159,7 @@ class Outer(Factor):
         exact, center = self._with(self.a.to(dtype), self.g.to(dtype)), center.to(dtype)
         total = exact.weighted_sum(torch.ones(self.num_samples, dtype=torch.float64, device=self.g.device))
         cross = (center.conj() * (2 * total - self.num_samples * center)).real
-        return (exact.square_sum() - cross).clamp(min=0).to(wide(self.g[:0]).real.dtype)
+        return (exact.square_sum() - cross).clamp(min=0).to(wide_dtype(self.g).to_real())
 
     def two_sided(self, left_OK: Tensor | None, right_IK: Tensor | None) -> Tensor:
         """(g left)ᵀ (a right): both sides are projected before they meet."""

@@ -39,7 +39,7 @@ def layer_norm(
         return Dense(rows((wide(x) - mean).mul_(rstd).mul_(g)).sum(1))
 
     meeting.use(weight, scale, keep=(input, mean, rstd))
-    meeting.use(bias, lambda g: Dense(rows(wide(g)).sum(1)))
+    meeting.use(bias, lambda g: Dense.of_sum(rows(g)))
     return y
 
 
