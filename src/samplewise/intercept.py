@@ -27,14 +27,15 @@ from samplewise.flow import (
     routes,
     tensors_in,
 )
-from samplewise.flow.memory import key_of, recalled
+from samplewise.flow.memory import Known, key_of, recalled
 from samplewise.inside import Insides
 from samplewise.kinds import Kind, kind_of
 from samplewise.marking import Look, Marking
 from samplewise.ops.foreign import FOREIGN, ExpandedWeight
 from samplewise.ops.generic import Generic
 from samplewise.ops.pointwise import pointwise
-from samplewise.ops.registry import EXPANSIONS, RULES, FactorOf, Meeting
+from samplewise.ops.recipe import Recipe, recipe_of
+from samplewise.ops.registry import EXPANSIONS, RULES, FactorOf, Meeting, Use
 from samplewise.refusals import (
     describe,
     refuse,
@@ -85,7 +86,7 @@ class Intercept(TorchFunctionMode):
             look = Look(self.marking)
             key = key_of(func, args, kwargs, look)
             if key is not None and look.data:
-                out = self._familiar(kind, func, args, kwargs, look, recalled(key))
+                out = self._familiar(kind, func, args, kwargs, look, key)
                 if out is not NotImplemented:
                     return out
         name = kind.name
@@ -127,24 +128,42 @@ class Intercept(TorchFunctionMode):
             self.recorder.constants.set(out, True)
         return out
 
-    def _familiar(
-        self, kind: Kind, func: Callable, args: tuple, kwargs: dict, look: Look, known: tuple[Any, Any] | None
-    ) -> Any:
-        """Runs an op on data, captured parameters and known constants; NotImplemented if more must be known to understand it.
+    def _familiar(self, kind: Kind, func: Callable, args: tuple, kwargs: dict, look: Look, key: Any) -> Any:
+        """Runs an op on data, captured parameters and known constants; NotImplemented if more must be known to understand it."""
+        known = recalled(key)
+        if look.weights:
+            has_rule = func in RULES and func not in EXPANSIONS and func not in FOREIGN
+            if not has_rule or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+                return NotImplemented
+            if known is not None and known.recipe:
+                y = self._meet_again(kind.name, args, kwargs, known)
+                if y is not NotImplemented:
+                    return y
+            return self._meet(func, kind.name, args, kwargs, look.data, look.weights, key)
+        if known is None:
+            return self.insides.run(self, func, args, kwargs) if kind.has_inside else NotImplemented
+        out = func(*args, **kwargs)
+        if not self.marking.mark_again(out, known):
+            self.marking.mark(Call(kind.name, func, args, kwargs, out, look.data))
+        return out
 
-        `known` is what flow remembers of calls like this.
-        """
-        if not look.weights:
-            if known is None:
-                return self.insides.run(self, func, args, kwargs) if kind.has_inside else NotImplemented
-            out = func(*args, **kwargs)
-            if not self.marking.mark_again(out, *known):
-                self.marking.mark(Call(kind.name, func, args, kwargs, out, look.data))
-            return out
-        has_rule = func in RULES and func not in EXPANSIONS and func not in FOREIGN
-        if known is None or not has_rule or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+    def _meet_again(self, name: str, args: tuple, kwargs: dict, known: Known) -> Any:
+        """Runs an op as its rule did in a call alike, and taps its result; NotImplemented if that has another shape."""
+        recipe: Recipe = known.recipe
+        tensors = [*args, *kwargs.values()]
+        plain = tensors.copy()
+        for place in recipe.weights:
+            plain[place] = tensors[place].detach()
+        num = len(args)
+        out = recipe.run(*plain[:num], **dict(zip(kwargs, plain[num:], strict=True))) if kwargs else recipe.run(*plain)
+        results = out if isinstance(out, tuple) else (out,)
+        if results[0].shape != known.shapes:
             return NotImplemented
-        return self._meet(func, kind.name, args, kwargs, look.data, look.weights, known)
+        tensors += results
+        uses = [Use(tensors[place], of, tuple([tensors[k] for k in keep])) for place, of, keep in recipe.uses]
+        y = self._tapped(results[0], uses, name, recipe.how, recipe.layout)
+        self.marks.set(y, known.mark)
+        return y
 
     def _sorted(
         self, name: str, args: tuple, kwargs: dict
@@ -224,9 +243,9 @@ class Intercept(TorchFunctionMode):
         kwargs: dict,
         data: list[tuple[Tensor, Mark]],
         weights: list,
-        known: tuple[Any, Any] | None = None,
+        key: Any = None,
     ) -> Any:
-        """Runs the op by its rule and taps its result; `known` is what flow remembers of calls like this."""
+        """Runs the op by its rule and taps its result; what is found out is remembered by the key."""
         meeting = self._meeting(func, name, args, kwargs, data, weights)
         y = NotImplemented
         if func in RULES:
@@ -242,13 +261,15 @@ class Intercept(TorchFunctionMode):
             return y
         if y is None:  # written into an argument, which keeps its samples
             return None
-        is_known = known is not None and known[0] == y.shape
-        mark = known[1] if known is not None and is_known else flow(Call(name, func, args, kwargs, y, data))
+        mark = flow(Call(name, func, args, kwargs, y, data), key)
         if isinstance(mark, Several):
             (mark,) = mark
         if not isinstance(mark, Layout) or mark.has_strays:
             refuse(name, mark, weights)
         if meeting.uses:
+            known = recalled(key)
+            if known is not None and known.recipe is None and known.mark is mark:
+                known.recipe = recipe_of(meeting, y) or False
             y = self.tap(meeting, y)
         self.marks.set(y, mark)
         return y
@@ -301,11 +322,15 @@ class Intercept(TorchFunctionMode):
         return Meeting(name, func, args, kwargs, layouts, {id(t) for t, _ in weights}, self)
 
     def tap(self, meeting: Meeting, t: Tensor) -> Tensor:
+        uses, meeting.uses = meeting.uses, []
+        return self._tapped(t, uses, meeting.name, meeting.how, meeting.first_layout)
+
+    def _tapped(self, t: Tensor, uses: list[Use], name: str, how: str, layout: Layout) -> Tensor:
         kept: list[Tensor] = []
         places_of: dict[int, int] = {}
-        uses = []
-        note = note_of(meeting.name, meeting.how, meeting.first_layout, t.dtype)
-        for use in meeting.uses:
+        handed = []
+        note = note_of(name, how, layout, t.dtype)
+        for use in uses:
             places = []
             for one in use.keep:
                 place = places_of.setdefault(id(one), len(kept))
@@ -314,9 +339,8 @@ class Intercept(TorchFunctionMode):
                 places.append(place)
             targets = self.weights.targets(use.weight)
             self.recorder.note(targets, note)
-            uses.append((targets, use.factor_of, places))
-        meeting.uses.clear()
-        return apply_tap(t, self.recorder.anchor, self.recorder, uses, *kept)
+            handed.append((targets, use.factor_of, places))
+        return apply_tap(t, self.recorder.anchor, self.recorder, handed, *kept)
 
     def gate(self, meeting: Meeting, weight: Tensor, spread: Tensor, factor_of: FactorOf) -> Tensor:
         targets = self.weights.targets(weight)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from samplewise.flow import Call, Several, flow, is_in_place, tensors_in, written
-from samplewise.flow.memory import shapes_of
+from samplewise.flow.memory import Known, shapes_of
 from samplewise.samples import Layout, Lost, Mark, Marks, has_memory, same_ids
 from samplewise.tap import Recorder
 from samplewise.tracing import untraced
@@ -48,8 +48,9 @@ class Marking:
             if each is not None:
                 self._set(t, each, in_place=is_in_place(call.func) or "out" in call.kwargs)
 
-    def mark_again(self, out: Any, shapes: Any, mark: Mark | Several | None) -> bool:
+    def mark_again(self, out: Any, known: Known) -> bool:
         """Marks the results of an op not in place as those of a call like it were; False if their shapes are others."""
+        shapes, mark = known.shapes, known.mark
         if isinstance(out, Tensor) and isinstance(mark, Layout):
             if out.shape != shapes:
                 return False
@@ -112,6 +113,9 @@ class Marking:
         return mark
 
 
+WEIGHT = "weight"
+
+
 class Look:
     """One look at the tensors of a call, as long as they are of the simple kinds."""
 
@@ -123,7 +127,7 @@ class Look:
         self.weights: list[tuple[Tensor, Weight]] = []
 
     def __call__(self, t: Tensor) -> Any:
-        """The layout of data, None for a captured parameter and a known constant; NotImplemented for anything else."""
+        """The layout of data, WEIGHT for a captured parameter, None for a known constant; NotImplemented for anything else."""
         marking = self._marking
         mark = marking.marks.get(t)
         if mark is not None:
@@ -134,7 +138,7 @@ class Look:
         weight = marking.weights.of_parameter(t)
         if weight is not None:
             self.weights.append((t, weight))
-            return None
+            return WEIGHT
         return None if not t.requires_grad and marking.recorder.constants.get(t) else NotImplemented
 
 

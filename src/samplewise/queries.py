@@ -79,7 +79,7 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
     def sq_norms(self, *, groups: Groups | None = None) -> Tensor | dict[str, Tensor]:
         """n with n[b] = sum |G[b]|² over all captured parameters, shape [B]; {group: n} with `groups`, as in `norms`."""
         if groups is None:
-            return self._added([self[name].sq_norms() for name in self])
+            return self._added(self._planner.sq_norms_of_all(self._all_joined())) * self._factor_scale**2
         of = {name: self[name].sq_norms() for name in self}
         none = torch.zeros_like(self._added(list(of.values())))
         return {
@@ -120,7 +120,10 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
         keep, w = kept(w, self.batch_size)
         if self.keep == "graph":
             return self._by_second_backward(keep, w)
-        return {name: self[name]._weighted_sum(keep, w) for name in self}
+        if len(w) == 0:
+            return {name: torch.zeros_like(self.parameters[name]) for name in self}
+        sums = self._planner.weighted_sums(self._all_joined(), w * self._factor_scale, keep)
+        return {name: total.to(self.parameters[name].dtype) for name, total in sums.items()}
 
     def clipped_sum(self, *, max_norm: float | Mapping[str, float], groups: Groups | None = None) -> dict[str, Tensor]:
         """{name: sum_b min(1, max_norm / ‖G[b]‖) G[b]}, each like its parameter.
@@ -271,6 +274,9 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
         for name in names:
             self._factors[name] = []
             self._versions[name] = []
+
+    def _all_joined(self) -> dict[str, Factor]:
+        return {name: self._joined(name) for name in self}
 
     def _joined(self, name: str) -> Factor:
         for tensor, version in self._versions[name]:

@@ -28,7 +28,7 @@ class Layout:
     [[0], [1], [2]]
     """
 
-    __slots__ = ("__dict__", "discrete", "ids", "num_samples")
+    __slots__ = ("__dict__", "__weakref__", "discrete", "ids", "num_samples")
 
     def __init__(self, ids: Tensor, num_samples: int, *, discrete: bool = False):
         self.ids = ids
@@ -93,6 +93,17 @@ class Layout:
                 raise ValueError(f"samples change along feature dimension {self.dims[-1]}")
             self._folds[features] = Fold(self.ids.reshape(self.ids.shape[:lead]), self.num_samples)
         return self._folds[features]
+
+
+_ONE_EACH: weakref.WeakValueDictionary[Any, Layout] = weakref.WeakValueDictionary()
+
+
+def one_each(layout: Layout) -> Layout:
+    """The layout, as one object for all that are equal, so that what is known of one is known of all."""
+    if layout.ids.numel() > 1 << 16:
+        return layout
+    key = (layout.num_samples, layout.discrete, layout.ids.shape, layout.ids.numpy().tobytes())
+    return _ONE_EACH.setdefault(key, layout)
 
 
 @untraced

@@ -1,5 +1,7 @@
 """Gradients that are already there as [B, *shape]: biases, norm scales, broadcasts."""
 
+import math
+
 from torch import Tensor
 
 from samplewise.factors.base import Factor, flat, sq_lengths
@@ -24,6 +26,11 @@ class Dense(Factor):
     def of_sum(cls, t: Tensor, dims: int | tuple[int, ...] = 1) -> "Dense":
         """The factor of t [B, ...] summed over these dimensions, in float32 or better."""
         return cls(t.sum(dims, dtype=wide_dtype(t)))
+
+    @property
+    def num_elements(self) -> int:
+        """Of one sample's gradient."""
+        return math.prod(self.shape)
 
     def materialize(self) -> Tensor:
         return self.G

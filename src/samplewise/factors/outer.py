@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from samplewise.factors.base import Factor, arrange, fitting, mended, sq_lengths, squares
+from samplewise.factors.base import Factor, Hasty, arrange, fitting, mended, sq_lengths, squares
 from samplewise.kernels.backend import has_kernel
 from samplewise.kernels.direct_norm import direct_sq_norms
 from samplewise.kernels.gram_norm import gram_sq_norms
@@ -62,13 +62,16 @@ class Outer(Factor):
         return Use(B, T, G, I, O, self.g.element_size(), held)
 
     def sq_norms(self, route: str | None = None) -> Tensor:
+        return mended([self.hasty_sq_norms(route)])[0]
+
+    def hasty_sq_norms(self, route: str | None = None) -> Hasty:
         if self.a.shape[1] == 1:  # one position: |g ⊗ a|² = |g|² |a|²
-            return (squares(self.a).sum(-1) * squares(self.g).sum(-1)).sum((1, 2))
+            return Hasty((squares(self.a).sum(-1) * squares(self.g).sum(-1)).sum((1, 2)))
         if (route or norm_route(self.use())) != "gram":
-            return self._direct_sq_norms()
+            return Hasty(self._direct_sq_norms())
         if self._has_kernel():
             norms, terms = gram_sq_norms(*self._rows())
-            return mended(norms, terms, lambda doubtful: self.select(doubtful)._direct_sq_norms())
+            return Hasty.of_terms(norms, terms, self._direct_sq_norms_of)
         (_, T, G, I), O = self.a.shape, self.g.shape[-1]
         copied = T * G * (I + O) if self.g.element_size() < 4 and not self.g.is_cuda else 0
         step = self.num_at_once(2 * G * min(T, TILE) ** 2 + copied)
@@ -76,7 +79,7 @@ class Outer(Factor):
         parts = [_gram_sq_norms(self.a[b : b + step], self.g[b : b + step]) for b in starts]
         norms, terms = (torch.cat(column) for column in zip(*parts, strict=True))
         # Positions that cancel leave the rounding of large terms behind: those samples are taken directly.
-        return mended(norms, terms, lambda doubtful: self.select(doubtful)._direct_sq_norms())
+        return Hasty.of_terms(norms, terms, self._direct_sq_norms_of)
 
     def weighted_sum(self, w_B: Tensor) -> Tensor:
         a, g = (self.a, self.g) if self.g.is_cuda else (wide(self.a), wide(self.g))
@@ -195,6 +198,9 @@ class Outer(Factor):
     def _rows(self) -> tuple[Tensor, Tensor]:
         """a [B, T, I] and g [B, T, O] of the only group."""
         return self.a[:, :, 0], self.g[:, :, 0]
+
+    def _direct_sq_norms_of(self, samples: Tensor) -> Tensor:
+        return self.select(samples)._direct_sq_norms()
 
     def _direct_sq_norms(self) -> Tensor:
         if self._has_kernel():

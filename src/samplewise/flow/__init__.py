@@ -71,7 +71,7 @@ from samplewise.flow.moves import (
     written,
 )
 from samplewise.flow.probe import probed
-from samplewise.samples import NO_SAMPLE, Layout, Lost, Mark, Mixed
+from samplewise.samples import NO_SAMPLE, Layout, Lost, Mark, Mixed, one_each
 from samplewise.tracing import untraced
 
 __all__ = [
@@ -127,17 +127,25 @@ def moves(name: str) -> bool:
 
 
 @untraced
-def flow(call: Call) -> Mark | Several | None:
-    """The mark of the call's results; remembered where it does not depend on values, as layers and steps repeat."""
-    key = _key(call)
-    if key is None:
+def flow(call: Call, key: Any = None) -> Mark | Several | None:
+    """The mark of the call's results; remembered where it does not depend on values, as layers and steps repeat.
+
+    `key` tells more of the call than its flow depends on, if that is to be remembered with it.
+    """
+    of_flow = _key(call)
+    if of_flow is None:
         return _found_flow(call)
-    found, shapes = recalled(key), shapes_of(call.results or [call.out])
-    if found is not None and found[0] == shapes:
-        return found[1]
+    key = of_flow if key is None else key
+    known, shapes = recalled(key), shapes_of(call.results or [call.out])
+    if known is not None and known.shapes == shapes:
+        return known.mark
     mark = _found_flow(call)
-    if not isinstance(mark, Lost) and not call.was_tried:
-        remember(key, shapes, mark)
+    if isinstance(mark, Lost) or call.was_tried:
+        return mark
+    if isinstance(mark, Several):
+        mark = Several([one_each(each) if isinstance(each, Layout) else each for each in mark])
+    mark = one_each(mark) if isinstance(mark, Layout) else mark
+    remember(key, shapes, mark)
     return mark
 
 

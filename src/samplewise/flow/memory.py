@@ -1,12 +1,25 @@
 """Flows that were found, by all that they depend on: layers and steps repeat."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-REMEMBERED: dict[Any, tuple[Any, Any]] = {}
+REMEMBERED: "dict[Any, Known]" = {}
 MAX_REMEMBERED = 1024
+
+
+@dataclass(slots=True)
+class Known:
+    """What is known of calls alike."""
+
+    shapes: Any
+    """Of their results."""
+    mark: Any
+    """Of their results: one for all, or Several."""
+    recipe: Any = None
+    """Where weights meet data in them: the rule's `ops.recipe.Recipe`."""
 
 
 def key_of(func: Callable, args: tuple, kwargs: dict, mark_of: Callable[[Tensor], Any]) -> Any:
@@ -43,8 +56,8 @@ def key_of(func: Callable, args: tuple, kwargs: dict, mark_of: Callable[[Tensor]
 NESTED = (list, tuple, slice)
 
 
-def recalled(key: Any) -> tuple[Any, Any] | None:
-    """(shapes of the results, their marks) of calls with this key; None if there was none."""
+def recalled(key: Any) -> Known | None:
+    """What is known of calls with this key; None if there was none."""
     try:
         return REMEMBERED.get(key)
     except TypeError:  # an array among the arguments
@@ -56,7 +69,7 @@ def remember(key: Any, shapes: Any, mark: Any) -> None:
     if len(REMEMBERED) >= MAX_REMEMBERED:
         REMEMBERED.clear()
     try:
-        REMEMBERED[key] = shapes, mark
+        REMEMBERED[key] = Known(shapes, mark)
     except TypeError:
         return
 

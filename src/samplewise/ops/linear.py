@@ -28,7 +28,7 @@ def linear(meeting: Meeting, input: Tensor, weight: Tensor, bias: Tensor | None 
         return NotImplemented
     meeting.use(weight, lambda g, x: Outer.of_rows(rows(x), rows(g)), keep=(input,))
     meeting.use(bias, lambda g: Dense.of_sum(rows(g)))
-    return F.linear(input, meeting.plain(weight), meeting.plain(bias))
+    return meeting.run()
 
 
 @rule(
@@ -39,7 +39,7 @@ def product(meeting: Meeting, *args: Any, **kwargs: Any) -> Any:
     """y = x · w over the letters they share, so w gets g ⊗ x over the letters they do not."""
     if not _use_product(meeting, operands(meeting.name, args, kwargs)):
         return NotImplemented
-    return meeting.func(*map(_plain_in(meeting), args), **{k: meeting.plain(v) for k, v in kwargs.items()})
+    return meeting.run()
 
 
 @rule(torch.addmm, torch.Tensor.addmm, torch.baddbmm, torch.Tensor.baddbmm, torch.addmv, torch.Tensor.addmv)
@@ -62,8 +62,7 @@ def added_product(meeting: Meeting, input: Tensor, *args: Any, beta: Any = 1, al
         layout = of_x.derived((term, letters.out), lambda: along(of_x.ids, term, letters.out))
         shape = tuple(input.shape)
         meeting.use(input, lambda g: spread_sum(g if beta == 1 else g * beta.conjugate(), layout, shape))
-    plain = [meeting.plain(a) for a in (input, *args)]
-    return meeting.func(*plain, beta=beta, alpha=alpha, **{k: meeting.plain(v) for k, v in kwargs.items()})
+    return meeting.run()
 
 
 @rule(F.bilinear)
@@ -85,7 +84,7 @@ def bilinear(meeting: Meeting, input1: Tensor, input2: Tensor, weight: Tensor, b
 
     meeting.use(weight, outer, keep=(input1, input2))
     meeting.use(bias, lambda g: Dense.of_sum(rows(g)))
-    return F.bilinear(input1, input2, meeting.plain(weight), meeting.plain(bias))
+    return meeting.run()
 
 
 @rule(*(f for f in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if f is not None))
@@ -108,10 +107,6 @@ def grouped_product(meeting: Meeting, input: Tensor, mat2: Tensor, *args: Any, *
 
     meeting.use(mat2, blocks, keep=(input,))
     return meeting.func(input, meeting.plain(mat2), *args, **kwargs)
-
-
-def _plain_in(meeting: Meeting):
-    return lambda a: type(a)(map(meeting.plain, a)) if isinstance(a, list | tuple) else meeting.plain(a)
 
 
 def _use_product(meeting: Meeting, factors: tuple[Contraction, list[Tensor]] | None, *, scale: Any = 1) -> bool:

@@ -33,7 +33,7 @@ def layer_norm(
     rows = meeting.rows(input, features=features) if _one_data_input(meeting, input, weight, bias) else None
     if rows is None:
         return NotImplemented
-    y, mean, rstd = torch.native_layer_norm(input, list(normalized_shape), meeting.plain(weight), meeting.plain(bias), eps)
+    y, mean, rstd = meeting.run(_with_statistics)
 
     def scale(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Dense:
         return Dense(rows((wide(x) - mean).mul_(rstd).mul_(g)).sum(1))
@@ -41,6 +41,13 @@ def layer_norm(
     meeting.use(weight, scale, keep=(input, mean, rstd))
     meeting.use(bias, lambda g: Dense.of_sum(rows(g)))
     return y
+
+
+def _with_statistics(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(layer_norm, mean, rstd)."""
+    return torch.native_layer_norm(input, list(normalized_shape), weight, bias, eps)
 
 
 @rule(F.rms_norm)
@@ -58,7 +65,7 @@ def rms_norm(
 
     eps_of_x = torch.finfo(input.dtype).eps if eps is None else eps
     meeting.use(weight, scale, keep=(input,))
-    return F.rms_norm(input, normalized_shape, meeting.plain(weight), eps)
+    return meeting.run()
 
 
 @rule(F.batch_norm)

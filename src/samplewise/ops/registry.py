@@ -50,6 +50,9 @@ class Meeting:
     how: str = "rule"
     uses: list[Use] = field(default_factory=list)
     marks: list[Layout] | None = None
+    ran: Callable | None = None
+    """What `run` ran, and what that gave."""
+    results: tuple = ()
 
     @property
     def first_layout(self) -> Layout:
@@ -78,6 +81,19 @@ class Meeting:
     def plain(self, t: Any) -> Any:
         """`t`, without gradient if it is a weight."""
         return t.detach() if id(t) in self.weight_ids else t
+
+    def run(self, func: Callable | None = None) -> Any:
+        """The result of the op, or of `func` in its place, of the same arguments with weights that need no gradient.
+
+        A rule that takes all it keeps from the arguments and from what this gives is not asked again for calls alike.
+        """
+        self.ran = func or self.func
+        out = self.ran(*map(self._plain_in, self.args), **{k: self._plain_in(v) for k, v in self.kwargs.items()})
+        self.results = out if isinstance(out, tuple) else (out,)
+        return out
+
+    def _plain_in(self, a: Any) -> Any:
+        return type(a)(map(self.plain, a)) if type(a) in (list, tuple) else self.plain(a)
 
     def is_data(self, t: Any) -> bool:
         return id(t) in self.layouts
