@@ -112,8 +112,12 @@ def main() -> None:
         loss_of(model, ids).backward()
     num_parameters = len(list(model.parameters()))
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    print(f"{platform.processor() or platform.machine()}, 1 thread, torch {torch.__version__}, Python {sys.version.split()[0]}, {commit}")
-    print(f"{counting.num} calls told to a mode, {num_parameters} parameters, medians of {arguments.rounds} rounds in turns\n")
+    print(
+        f"{platform.processor() or platform.machine()}, 1 thread, torch {torch.__version__}, Python {sys.version.split()[0]}, {commit}"
+    )
+    print(
+        f"{counting.num} calls told to a mode, {num_parameters} parameters, medians of {arguments.rounds} rounds in turns\n"
+    )
     print("| step | ms | × plain | µs over plain a call | µs over plain a parameter |\n|-|-|-|-|-|")
     times = measured(of, arguments.rounds)
     for row, ms in times.items():

@@ -132,10 +132,10 @@ class Intercept(TorchFunctionMode):
         """Runs an op on data, captured parameters and known constants; NotImplemented if more must be known to understand it."""
         known = recalled(key)
         if look.weights:
-            has_rule = func in RULES and func not in EXPANSIONS and func not in FOREIGN
-            if not has_rule or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            rule = RULES.get(func) if func not in EXPANSIONS and func not in FOREIGN else None
+            if rule is None or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
                 return NotImplemented
-            if known is not None and known.recipe:
+            if known is not None and known.recipe and known.recipe.rule is rule:
                 y = self._meet_again(kind.name, args, kwargs, known)
                 if y is not NotImplemented:
                     return y
@@ -268,8 +268,8 @@ class Intercept(TorchFunctionMode):
             refuse(name, mark, weights)
         if meeting.uses:
             known = recalled(key)
-            if known is not None and known.recipe is None and known.mark is mark:
-                known.recipe = recipe_of(meeting, y) or False
+            if known is not None and known.mark is mark and known.recipe is not False and func in RULES:
+                known.recipe = recipe_of(RULES[func], meeting, y) or False
             y = self.tap(meeting, y)
         self.marks.set(y, mark)
         return y

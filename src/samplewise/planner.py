@@ -54,7 +54,9 @@ class Planner:
         """Squared norms that add up to those over all these parameters, by few ops and with one look at what is doubtful."""
         small, others = together.small(factors) if self.memory is None else ([], dict(factors))
         hasty = [
-            factor.hasty_sq_norms(self._norm_route(name, factor)) if self.memory is None else Hasty(self.sq_norms(name, factor))
+            factor.hasty_sq_norms(self._norm_route(name, factor))
+            if self.memory is None
+            else Hasty(self.sq_norms(name, factor))
             for name, factor in others.items()
         ]
         return [*(part.sq_norms() for part in small), *mended(hasty)]

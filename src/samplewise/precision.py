@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-
 HALF = (torch.float16, torch.bfloat16)
 
 

@@ -83,7 +83,7 @@ class Tap(torch.autograd.Function):
         return g, *[None] * (3 + ctx.num_kept)
 
 
-apply_tap = super(torch.autograd.Function, Tap).apply
+apply_tap: Any = super(torch.autograd.Function, Tap).apply  # type: ignore[misc]
 """Tap.apply without what torch does there for transforms, in which captured parameters are refused."""
 
 

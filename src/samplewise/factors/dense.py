@@ -21,16 +21,12 @@ class Dense(Factor):
         self.G = G
         self.num_samples = G.shape[0]
         self.shape = tuple(G.shape[1:])
+        self.num_elements = math.prod(self.shape)
 
     @classmethod
     def of_sum(cls, t: Tensor, dims: int | tuple[int, ...] = 1) -> "Dense":
         """The factor of t [B, ...] summed over these dimensions, in float32 or better."""
         return cls(t.sum(dims, dtype=wide_dtype(t)))
-
-    @property
-    def num_elements(self) -> int:
-        """Of one sample's gradient."""
-        return math.prod(self.shape)
 
     def materialize(self) -> Tensor:
         return self.G

@@ -58,7 +58,7 @@ class Outer(Factor):
 
     def use(self) -> Use:
         (B, T, G, I), O = self.a.shape, self.g.shape[-1]
-        held = sum(t.numel() * t.element_size() for t in self.tensors())
+        held = self.a.nbytes + self.g.nbytes
         return Use(B, T, G, I, O, self.g.element_size(), held)
 
     def sq_norms(self, route: str | None = None) -> Tensor:

@@ -19,7 +19,9 @@ class Together:
 
     def __init__(self, factors: Mapping[str, Dense]):
         self._shapes = {name: factor.shape for name, factor in factors.items()}
-        self._G_BN = torch.cat([wide(factor.G).reshape(factor.num_samples, factor.num_elements) for factor in factors.values()], 1)
+        self._G_BN = torch.cat(
+            [wide(factor.G).reshape(factor.num_samples, factor.num_elements) for factor in factors.values()], 1
+        )
         self.device = self._G_BN.device
 
     def sq_norms(self) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from samplewise.kernels import reference
 from samplewise.kernels.backend import check_positions, dot, has_kernel, jit, num_processors, power_of_two, precision, tl
-from samplewise.precision import wide, wide_dtype
+from samplewise.precision import wide_dtype
 
 
 @torch.library.custom_op("samplewise::gram_sq_norms", mutates_args=())

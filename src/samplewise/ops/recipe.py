@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplewise.ops.registry import FactorOf, Meeting
+from samplewise.ops.registry import FactorOf, Meeting, Rule
 from samplewise.samples import Fold, Layout
 
 
@@ -17,6 +17,8 @@ from samplewise.samples import Fold, Layout
 class Recipe:
     """The uses of a call, with tensors named by their places: arguments, then values of keywords, then results."""
 
+    rule: Rule
+    """The rule that said so: another that takes its place is asked itself."""
     run: Callable
     """What stands for the op, on weights that need no gradient; its first result is the op's."""
     how: str
@@ -27,7 +29,7 @@ class Recipe:
     """For each use the place of its weight, how a gradient becomes its factor, and the places of what it keeps."""
 
 
-def recipe_of(meeting: Meeting, y: Any) -> Recipe | None:
+def recipe_of(rule: Rule, meeting: Meeting, y: Any) -> Recipe | None:
     """What the rule said of this call; None if of another call alike it might say something else.
 
     The rule must have left it to `Meeting.run` to run the op, and must hold on to no tensor of the call but through `keep`.
@@ -44,7 +46,7 @@ def recipe_of(meeting: Meeting, y: Any) -> Recipe | None:
         return None
     said = tuple((places[id(use.weight)], use.factor_of, tuple(places[id(t)] for t in use.keep)) for use in meeting.uses)
     weights = tuple(places[weight] for weight in meeting.weight_ids)
-    return Recipe(meeting.ran, meeting.how, meeting.first_layout, weights, said)
+    return Recipe(rule, meeting.ran, meeting.how, meeting.first_layout, weights, said)
 
 
 PLAIN = (int, float, complex, str, type(None), torch.dtype, Fold, Layout)
