@@ -32,7 +32,7 @@ coverage: .venv/dev .venv/bench
 	$(BIN)/python benchmarks/coverage.py
 
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest tests/test_gpu.py -W default
+	PYTHONPATH=src $(PYTHON) -m pytest tests/test_gpu.py tests/test_kernels.py -W default
 
 # COMMIT names what is measured where there is no repository to ask.
 bench-gpu:

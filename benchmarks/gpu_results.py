@@ -114,7 +114,7 @@ def markdown(results: Results) -> str:
 
 LEGEND = """\
 One step is forward, backward and the answer, without an optimizer. Each method in a fresh process, timed alone, by CUDA events,
-synchronised each step; "ms" is the median with the 20th and 80th percentile. Peak memory is torch's, weights and batch in it.
+synchronised each step; "ms" is the median with the 20th and 80th percentile. Peak memory is what torch reserves.
 A clipped sum clips each sample's whole gradient to norm 1; ExpandedWeights, vmap and BackPACK give gradients alone, and norms and
 weighted sum are added by hand. "Changed model" is what Opacus needs where it does not take the model as it is. "Off by" is
 ‖answer - truth‖ / ‖truth‖ over all parameters: on 3 samples of a model of fewer layers in float32 against one float64 backward a

@@ -211,10 +211,11 @@ def full_error(answer: Any, method: Method, path: Path) -> dict[str, Any]:
 
 
 def timed(step: Step, device: str, seconds: float) -> dict[str, Any]:
-    """Milliseconds of a step, at least ten of them, and the peak GiB while they ran; weights and batch are in it."""
+    """Milliseconds of a step, at least ten of them, and the peak GiB reserved while they ran, weights and batch in it."""
     begin = time.perf_counter()
     while time.perf_counter() - begin < seconds / 5:
         milliseconds(step, device)
+    release(device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     times: list[float] = []
@@ -222,14 +223,8 @@ def timed(step: Step, device: str, seconds: float) -> dict[str, Any]:
     while len(times) < 10 or time.perf_counter() - begin < seconds:
         times.append(milliseconds(step, device))
     p20, p50, p80 = (statistics.quantiles(times, n=10)[k] for k in (1, 4, 7))
-    peak = (torch.cuda.max_memory_allocated() + recorded_bytes()) / 2**30 if device == "cuda" else None
+    peak = torch.cuda.max_memory_reserved() / 2**30 if device == "cuda" else None
     return {"p20": p20, "p50": p50, "p80": p80, "num_steps": len(times), "peak_gib": peak}
-
-
-def recorded_bytes() -> int:
-    """What CUDA graphs hold for their own use between replays, which does not count as allocated."""
-    own = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
-    return sum(s["total_size"] - s["allocated_size"] for s in own)
 
 
 def milliseconds(step: Step, device: str) -> float:

@@ -16,7 +16,7 @@ def test_public_names_are_frozen():
     assert sorted(sw.__all__) == [
         "Gaussian", "Grads", "Kronecker", "NoiseScale", "Rademacher", "RunningMoments", "RunningNoiseScale", "RunningNorms",
         "SamplesMixError", "SamplewiseError", "SparseJL", "UnattributedError", "Verification", "call_for_per_sample_grads",
-        "capture", "per_sample", "verify",
+        "capture", "dp", "per_sample", "verify",
     ]  # fmt: skip
     assert all(hasattr(sw, name) for name in sw.__all__)
 
@@ -43,6 +43,35 @@ def test_queries_are_frozen():
     }  # fmt: skip
     assert of_both | {"backward", "mark"} <= public
     assert of_both | {"of_samples"} <= set(dir(ParameterGrads))
+
+
+def test_names_of_private_training_are_frozen():
+    assert sorted(sw.dp.__all__) == [
+        "Accountant", "Adaptive", "Automatic", "Change", "Clipped", "Noise", "PoissonLoader", "PrivateOptimizer", "Problem",
+        "Steps", "clip_weights", "clipped", "epsilon", "fix", "make_private", "noise_multiplier_for", "noise_stds",
+        "poisson_sample", "sum_noise_multiplier", "validate",
+    ]  # fmt: skip
+    assert list(inspect.signature(sw.dp.make_private).parameters) == [
+        "model", "optimizer", "loader", "max_grad_norm", "noise_multiplier", "target_epsilon", "target_delta", "epochs",
+        "clipping", "groups", "loss_reduction", "sample_ids", "views", "max_physical_batch_size", "accountant", "secure", "seed",
+        "options",
+    ]  # fmt: skip
+
+
+def test_what_claims_privacy_states_its_guarantee():
+    claims = [
+        sw.dp.make_private, sw.dp.PrivateOptimizer, sw.dp.PoissonLoader, sw.dp.poisson_sample, sw.dp.clipped, sw.dp.clip_weights,
+        sw.dp.Adaptive, sw.dp.sum_noise_multiplier, sw.dp.Noise.added, sw.dp.noise_stds, sw.dp.epsilon,
+        sw.dp.noise_multiplier_for, sw.dp.validate,
+    ]  # fmt: skip
+    for one in claims:
+        assert "**Guarantee.**" in one.__doc__ and "|-|" in one.__doc__, one
+
+
+def test_the_code_of_the_privacy_page_runs(capsys):
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "privacy.md").read_text(), re.S):
+        exec(block, {})
+    assert float(capsys.readouterr().out) > 0
 
 
 def test_the_readmes_code_runs(capsys):

@@ -94,6 +94,18 @@ def test_commands_and_flags_are_frozen():
     assert flags(group) == {"--version"}
     assert {name: flags(command) for name, command in group.commands.items()} == {
         "demo": {"--flipped", "--seed", "--epochs", "--output"},
+        "audit": {
+            "--epsilon",
+            "--delta",
+            "--canaries",
+            "--black-box",
+            "--steps",
+            "--batch-size",
+            "--confidence",
+            "--broken",
+            "--seed",
+            "--output",
+        },
         "check": {"factory", "--input", "--batch-dim", "--batch-size", "--dtype", "--seed", "--train"},
     }
 

@@ -1,5 +1,7 @@
 """The case table, backward's own threads and mixed precision on a CUDA device; run with `make test-gpu`."""
 
+import copy
+
 import pytest
 import torch
 from cases import ALL
@@ -178,3 +180,115 @@ def test_packed_sequences_by_their_ends():
             assert relative_error(grads[name].of_samples([b])[0].double(), p.grad.double()) < 3e-2, name  # bfloat16
     with pytest.raises(sw.SamplesMixError), sw.capture(model, sample_ids=ids, verify=False):
         model(x, torch.tensor([0, 7, 16], dtype=torch.int32), 9)
+
+
+# --- compiled steps ---------------------------------------------------------------------------------------------------
+
+
+def _classifier() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 5)).cuda()
+
+
+def _losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="none").view(len(x), -1).sum(1)
+
+
+def _answers(grads: sw.Grads) -> tuple:
+    return grads.norms(), grads.clipped_sum(max_norm=0.5)
+
+
+def test_compiled_step_is_recorded_and_follows_the_parameters():
+    """Optimizer steps, parameters that move, and results of earlier steps that are still held."""
+    model = _classifier()
+    step, eager = (sw.per_sample_step(model, _losses, _answers, compile=c) for c in (True, False))
+    optimizer, held = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for k in range(6):
+        x, y = torch.randn(16, 7, 24), torch.randint(5, (16, 7))
+        got, want = step(x, y), eager(x, y)
+        held.append((got, want))
+        for (norms, sums), (true_norms, true_sums) in [(g.answer, w.answer) for g, w in held]:
+            assert relative_error(norms, true_norms.double()) < 1e-4
+            for name in true_sums:
+                assert relative_error(sums[name], true_sums[name].double()) < 1e-3  # float32 through tf32x3
+        for name, p in model.named_parameters():
+            p.grad = want.answer[1][name]
+        optimizer.step()
+        if k == 3:
+            model[0].weight.data = model[0].weight.data.clone()
+    assert step.num_graphs == 1
+
+
+def test_compiled_step_of_many_sizes_and_of_a_sample_that_is_not_finite():
+    model = _classifier()
+    step, eager = (sw.per_sample_step(model, _losses, _answers, compile=c) for c in (True, False))
+    for B in (8, 12, 5, 31, 2, 64):
+        x, y = torch.randn(B, 7, 24), torch.randint(5, (B, 7))
+        x[0, 0, 0] = float("inf") if B == 31 else 0.0
+        got, want = step(x, y).answer, eager(x, y).answer
+        assert torch.equal(got[0].isfinite(), want[0].isfinite())
+        for name in want[1]:
+            assert relative_error(got[1][name], want[1][name].double()) < 1e-3
+    assert step.num_graphs == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("route", ["gram", "direct", "build"])
+def test_routes_with_kernels_agree_in_every_precision(dtype, route):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(16, 24, 3, padding=1), nn.GroupNorm(4, 24), nn.ReLU(), nn.Conv2d(24, 32, 3, stride=2), nn.Flatten(2)
+    ).to("cuda", dtype)
+    head = nn.Linear(32, 7).to("cuda", dtype)
+    whole = nn.ModuleDict({"body": model, "head": head})
+    x = torch.randn(6, 16, 17, 17).to(dtype)
+
+    def losses(whole: nn.Module, x: Tensor) -> Tensor:
+        return whole["head"](whole["body"](x).mT).float().square().flatten(1).sum(1)
+
+    with sw.capture(whole, plan={"*.weight": route}, batch_size=6, verify=False) as grads:
+        grads.mark(x)
+        grads.backward(losses(whole, x))
+    truth = oracle(whole, losses, x)
+    rows = {name: G.flatten(1) for name, G in truth.items()}
+    tolerance = {torch.bfloat16: 0.05, torch.float16: 0.01, torch.float32: 1e-3}[dtype]  # forward and backward in the dtype
+    norms = torch.cat(list(rows.values()), 1).norm(dim=1)
+    assert relative_error(grads.norms(), norms) < tolerance
+    bound = norms.median().item()
+    for name, total in grads.clipped_sum(max_norm=bound).items():
+        exact = torch.tensordot((bound / norms).clamp(max=1), truth[name], dims=1)
+        assert relative_error(total, exact) < tolerance, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("secure", [False, True])
+def test_private_training(dtype, secure):
+    """The clipped sum is the oracle's, and noise has its size: 20,000 elements know it to 0.5 %, 3 % is six of those."""
+    model = nn.Sequential(nn.Linear(100, 200), nn.Tanh(), nn.Linear(200, 10)).to(dtype)
+    rows = torch.utils.data.TensorDataset(
+        torch.randn(64, 100, device="cpu").to(dtype), torch.randint(10, (64,), device="cpu")
+    )
+
+    def losses(model, x, y):
+        return nn.functional.cross_entropy(model(x).float(), y, reduction="none")
+
+    x, y = (t.cuda() for t in rows.tensors)
+    G = oracle(model, losses, x, y)
+    norms = torch.stack([g.flatten(1).square().sum(1) for g in G.values()]).sum(0).sqrt()
+    true = torch.einsum("b,boi->oi", (0.1 / norms).clamp(max=1), G["0.weight"]) / 64
+    seen = {}
+    for z in (0.0, 2.0):
+        twin = copy.deepcopy(model)
+        optimizer = torch.optim.AdamW(twin.parameters(), fused=True)
+        loader = torch.utils.data.DataLoader(rows, batch_size=64)
+        twin, optimizer, loader = sw.dp.make_private(
+            twin, optimizer, loader, noise_multiplier=z, max_grad_norm=0.1, max_physical_batch_size=24, secure=secure
+        )
+        for xb, yb in loader:
+            optimizer.zero_grad()
+            losses(twin, xb.cuda(), yb.cuda()).mean().backward()
+            optimizer.step()
+        assert optimizer.accountant.num_steps == 1
+        seen[z] = twin[0].weight.grad.double()
+    assert relative_error(seen[0.0], true) < (0.05 if dtype == torch.bfloat16 else 2e-2)  # TF32 margins of a norm are 1/128
+    assert abs(float((seen[2.0] - seen[0.0]).std()) / (2 * 0.1 / 64) - 1) < 0.03

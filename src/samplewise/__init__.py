@@ -7,6 +7,7 @@ which rows belong to which sample is known from marks that follow the ops (`samp
 asked (`queries`). The first call of its kind is checked against samples run alone (`verification`).
 """
 
+from samplewise import dp
 from samplewise.errors import SamplesMixError, SamplewiseError, UnattributedError
 from samplewise.expanded_weights import call_for_per_sample_grads
 from samplewise.noise import NoiseScale
@@ -34,6 +35,7 @@ __all__ = [
     "Verification",
     "call_for_per_sample_grads",
     "capture",
+    "dp",
     "per_sample",
     "per_sample_step",
     "verify",

@@ -65,8 +65,7 @@ class Compiled:
             graph = self._graph(self._family(kind, batch), size, batch)
         if graph is None:
             return self.run(batch, Record(), verify=False)
-        with torch.no_grad():
-            outputs = graph.run(*tensors)
+        outputs = graph.run(*tensors)
         if graph.trace.has_doubt and bool(outputs[-1]):
             return self.run(batch, Record(), verify=False)
         return graph.trace.result(outputs)
@@ -156,9 +155,9 @@ class Compiled:
         self.num_graphs += 1
         tensors = [t for t in tree_flatten(batch)[0] if isinstance(t, Tensor)]
         if is_fixed:
-            compiled = torch.compile(graph, fullgraph=True, dynamic=False)
+            compiled = torch.no_grad()(torch.compile(graph, fullgraph=True, dynamic=False))
             return replayed(compiled, graph, tensors, [*self.model.parameters(), *self.model.buffers()])
-        compiled = torch.compile(graph, fullgraph=True)
+        compiled = torch.no_grad()(torch.compile(graph, fullgraph=True))
 
         def run(*tensors: Tensor) -> list[Tensor]:
             rows = [t for t in tensors if self._has_rows(t, tensors[0].shape[self.batch_dim])]

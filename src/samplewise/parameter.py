@@ -8,6 +8,7 @@ from torch import Tensor
 from samplewise.answers import Answers
 from samplewise.factors.base import Factor, squares
 from samplewise.planner import Planner
+from samplewise.precision import wide, wide_dtype
 from samplewise.projections import Projector, projector_of
 from samplewise.tracing import doubt, is_tracing
 
@@ -96,11 +97,16 @@ class ParameterGrads(Answers[Tensor]):
         return factor.weighted_sum(ones)
 
     def _weighted_sum(self, keep: Tensor | None, w: Tensor) -> Tensor:
+        is_half = wide_dtype(self._parameter) != self._parameter.dtype
+        return self._wide_weighted_sum(keep, w, rounded=is_half).to(self._parameter.dtype)
+
+    def _wide_weighted_sum(self, keep: Tensor | None, w: Tensor, *, rounded: bool = False) -> Tensor:
+        """In float32 or better, as private sums need: what is rounded before noise is added is not bounded any more."""
         factor = self._of(keep)
         if factor.num_samples == 0:
-            return torch.zeros_like(self._parameter)
+            return torch.zeros_like(wide(self._parameter))
         w = w.to(factor.tensors()[0].device) * self._scale
-        return self._planner.weighted_sum(factor, w).to(self._parameter.dtype)
+        return self._planner.weighted_sum(factor, w, rounded=rounded)
 
     def _of(self, samples: Tensor | None) -> Factor:
         factor = self._factor()

@@ -45,6 +45,8 @@ class Use:
     """Bytes of what the factor holds until the last question: a and g, or an image and g."""
     is_patched: bool = False
     """Whether a must first be built from an image."""
+    gathers: bool = False
+    """Whether the direct route does without, reading patches where they lie."""
 
     @property
     def built(self) -> int:
@@ -106,6 +108,7 @@ def costs(use: Use, rates: Rates) -> Mapping[str, Cost]:
     wide = max(4, use.itemsize)
     u, a_and_g = 2.0 * B * T * G * O * I, float(B * T * G * (I + O) * use.itemsize)
     read = a_and_g + (2.0 * B * T * G * I * wide if use.is_patched else 0)
+    directly = a_and_g if use.gathers else read + 2.0 * use.built
     num_tiles = max(1, math.ceil(T / TILE))
     pairs = T * T * (num_tiles + 1) / (2 * num_tiles) if T > 1 else 0
     gram = 2.0 * B * G * pairs * (I + O)
@@ -124,7 +127,7 @@ def costs(use: Use, rates: Rates) -> Mapping[str, Cost]:
     grams = 4.0 * B * G * pairs * wide
     return {
         "gram": cost([(gram, min(T, TILE, I, O)), (u, whole)], read + scaled + grams, copy, num_gram_ops, use.held),
-        "direct": cost([(u, side), (u, whole)], read + scaled + 2.0 * use.built, copy + chunk, 35, use.held),
+        "direct": cost([(u, side), (u, whole)], directly + scaled, copy + chunk, 35, use.held),
         "build": cost([(u, side)], read + 3.0 * use.built, use.built, 25, use.built),
     }
 

@@ -1,6 +1,6 @@
 """The plan of one capture: which route each use takes, within the memory that the capture may take."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import reduce
@@ -61,21 +61,24 @@ class Planner:
         ]
         return [*(part.sq_norms() for part in small), *mended(hasty)]
 
-    def weighted_sums(self, factors: Mapping[str, Factor], w_B: Tensor, keep: Tensor | None) -> dict[str, Tensor]:
-        """{name: sum_b w[b] G[b]} of the samples `keep`, or all, for which w holds the weights."""
+    def weighted_sums(
+        self, factors: Mapping[str, Factor], w_B: Tensor, keep: Tensor | None, *, rounded: Collection[str] = ()
+    ) -> dict[str, Tensor]:
+        """{name: sum_b w[b] G[b]} of the samples `keep`, or all, for which w holds the weights; these may be `rounded`."""
         small, others = together.small(factors) if self.memory is None else ([], dict(factors))
         sums: dict[str, Tensor] = {}
         for part in small:
             sums |= part.weighted_sums(*_there(w_B, keep, part.device))
         for name, factor in others.items():
             w, samples = _there(w_B, keep, factor.tensors()[0].device)
-            sums[name] = self.weighted_sum(factor if samples is None else factor.select(samples), w)
+            factor = factor if samples is None else factor.select(samples)
+            sums[name] = self.weighted_sum(factor, w, rounded=name in rounded)
         return {name: sums[name] for name in factors}
 
-    def weighted_sum(self, factor: Factor, w_B: Tensor) -> Tensor:
+    def weighted_sum(self, factor: Factor, w_B: Tensor, *, rounded: bool = False) -> Tensor:
         """What the factor's `weighted_sum` gives, within the budget."""
         if self.memory is None:
-            return factor.weighted_sum(w_B)
+            return factor.weighted_sum(w_B, rounded=rounded)
         return reduce(torch.add, (part.weighted_sum(w_B[samples]) for samples, part in factor.chunks(self._chunk_bytes)))
 
     def _norm_route(self, name: str, factor: Factor) -> str | None:

@@ -15,6 +15,7 @@ from samplewise.factors.base import Factor, squares
 from samplewise.factors.total import join
 from samplewise.parameter import ParameterGrads, kept, runs
 from samplewise.plan import Rates
+from samplewise.precision import HALF
 from samplewise.projections import Projector, projector_of
 from samplewise.second import SecondPass
 
@@ -122,7 +123,8 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
             return self._by_second_backward(keep, w)
         if len(w) == 0:
             return {name: torch.zeros_like(self.parameters[name]) for name in self}
-        sums = self._planner.weighted_sums(self._all_joined(), w * self._factor_scale, keep)
+        half = {name for name, p in self.parameters.items() if p.dtype in HALF}
+        sums = self._planner.weighted_sums(self._all_joined(), w * self._factor_scale, keep, rounded=half)
         return {name: total.to(self.parameters[name].dtype) for name, total in sums.items()}
 
     def clipped_sum(self, *, max_norm: float | Mapping[str, float], groups: Groups | None = None) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """One call for a whole step: forward, backward to the uses, query."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ def per_sample_step(
     batch_dim: int = 0,
     verify: bool = True,
     plan: Mapping[str, str] | None = None,
+    params: Iterable[str] | None = None,
 ) -> Callable[..., StepResult]:
     """step(*batch) → (loss, answer): forward, backward and one query about the gradients of every sample.
 
@@ -47,13 +48,15 @@ def per_sample_step(
     sizes. Attributes of the model, and variables that `loss_fn` and `query` close over, are looked at in every step, and the
     step is compiled anew where they changed. A step whose course depends on the values of the batch is refused. Where values turn out
     to need care (a sample that is not finite, positions that cancel), the batch is taken op by op.
-    `memory`, `batch_dim`, `verify`, `plan`: as in `capture`.
+    `memory`, `batch_dim`, `verify`, `plan`, `params`: as in `capture`; a compiled step gives other parameters no gradient.
     """
+
+    names = None if params is None else list(params)
 
     def run(batch: tuple, record: Record, *, verify: bool) -> StepResult:
         pins = {**(plan or {}), **record.routes}
         options: Any = {"memory": memory, "loss_reduction": loss_reduction, "batch_dim": batch_dim, "plan": pins}
-        with capture(model, verify=verify, **options) as grads:
+        with capture(model, verify=verify, params=names, **options) as grads:
             loss = loss_fn(model, *batch)
             if loss.ndim:
                 grads.backward(loss)

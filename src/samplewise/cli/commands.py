@@ -75,3 +75,42 @@ def check(
         factory, inputs, batch_dim=batch_dim, batch_size=batch_size, dtype=dtype, seed=seed, training=training
     )
     raise typer.Exit(0 if is_right else 1)
+
+
+@app.command()
+def audit(
+    epsilon: Annotated[float, typer.Option(min=0.01, help="The claim: what the noise is chosen for.")] = 3.0,
+    delta: Annotated[float, typer.Option(min=0, max=0.1, help="The claim's probability of failure.")] = 1e-5,
+    canaries: Annotated[int, typer.Option(min=10, help="How many samples are in or out by a fair coin.")] = 1000,
+    black_box: Annotated[
+        bool,
+        typer.Option("--black-box", help="Canaries of random pixels, judged by their loss under the last model alone."),
+    ] = False,
+    steps: Annotated[int, typer.Option(min=1, help="How many private steps are taken.")] = 30,
+    batch_size: Annotated[int, typer.Option(min=1, max=1000, help="How many rows are drawn for a step, on average.")] = 512,
+    confidence: Annotated[
+        float, typer.Option(min=0.51, max=0.9999, help="1 - the probability of refuting a claim that holds.")
+    ] = 0.95,
+    broken: Annotated[bool, typer.Option("--broken", help="Train with a tenth of the noise; this must be refuted.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the coins, the canaries and the training.")] = 0,
+    output: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, writable=True, help="Where to write the figures as JSON.", show_default="nowhere"),
+    ] = None,
+) -> None:
+    """Try to refute the privacy of our own private training by canaries; exit status 1 if it leaks more than it claims."""
+    from samplewise.cli.audit import show_audit
+
+    stands = show_audit(
+        epsilon=epsilon,
+        delta=delta,
+        canaries=canaries,
+        black_box=black_box,
+        steps=steps,
+        batch_size=batch_size,
+        confidence=confidence,
+        broken=broken,
+        seed=seed,
+        output=output,
+    )
+    raise typer.Exit(0 if stands else 1)

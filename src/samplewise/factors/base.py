@@ -142,8 +142,11 @@ class Factor(ABC):
         """As `sq_norms`, but for what is doubtful, so that it can be looked at for many factors at once."""
         return Hasty(self.sq_norms(route))
 
-    def weighted_sum(self, w_B: Tensor) -> Tensor:
-        """sum_b w[b] * G[b], shape [*shape]; w is real, in float32 or better."""
+    def weighted_sum(self, w_B: Tensor, *, rounded: bool = False) -> Tensor:
+        """sum_b w[b] * G[b], shape [*shape], in float32 or better, or `rounded` to the op's dtype where that is quicker.
+
+        w is real, in float32 or better.
+        """
         total = None
         for samples, part in self.chunks():
             G = wide(part.materialize())

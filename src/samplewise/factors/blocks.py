@@ -27,8 +27,8 @@ class Blocks(Factor):
     def sq_norms(self, route: str | None = None) -> Tensor:
         return reduce(torch.add, (block.sq_norms(route) for block in self.blocks))
 
-    def weighted_sum(self, w_B: Tensor) -> Tensor:
-        return torch.stack([block.weighted_sum(w_B) for block in self.blocks])
+    def weighted_sum(self, w_B: Tensor, *, rounded: bool = False) -> Tensor:
+        return torch.stack([block.weighted_sum(w_B, rounded=rounded) for block in self.blocks])
 
     def arranged(self, sizes: tuple[int, ...], order: tuple[int, ...], shape: tuple[int, ...]) -> Factor:
         if order[0] == 0 and sizes == self.shape and shape[0] == len(self.blocks):  # within each block

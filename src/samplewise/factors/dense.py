@@ -40,7 +40,7 @@ class Dense(Factor):
     def sq_norms(self, route: str | None = None) -> Tensor:
         return sq_lengths(self.G)
 
-    def weighted_sum(self, w_B: Tensor) -> Tensor:
+    def weighted_sum(self, w_B: Tensor, *, rounded: bool = False) -> Tensor:
         if is_tracing():  # one pass, whatever the dtype
             return (w_B.reshape(-1, *[1] * len(self.shape)) * self.G).sum(0)
         G = wide(self.G)

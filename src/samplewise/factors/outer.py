@@ -44,6 +44,8 @@ class Outer(Factor):
         return cls(a_BTI.unsqueeze(2), g_BTO.unsqueeze(2), sizes=shape, order=(0, 1), shape=shape)
 
     def materialize(self) -> Tensor:
+        if self._is_turned():
+            return self.a[:, :, 0].conj().mT @ self.g[:, :, 0]
         return arrange(self._product(self.a, self.g), self.sizes, self.order, self.shape)
 
     def select(self, samples: Tensor | slice) -> "Outer":
@@ -81,16 +83,17 @@ class Outer(Factor):
         # Positions that cancel leave the rounding of large terms behind: those samples are taken directly.
         return Hasty.of_terms(norms, terms, self._direct_sq_norms_of)
 
-    def weighted_sum(self, w_B: Tensor) -> Tensor:
+    def weighted_sum(self, w_B: Tensor, *, rounded: bool = False) -> Tensor:
         a, g = (self.a, self.g) if self.g.is_cuda else (wide(self.a), wide(self.g))
         w = w_B.to(wide_dtype(g).to_real()).reshape(-1, 1, 1, 1)
         a, g = ((a * w).to(a.dtype), g) if a.shape[-1] < g.shape[-1] else (a, (g * w).to(g.dtype))
-        if g.stride(0) < g.stride(1):  # sequence first, as in recurrent layers: einsum need not copy it
+        if g.stride(0) < g.stride(1):  # sequence first, as in recurrent layers: the product need not copy it
             a, g = a.transpose(0, 1), g.transpose(0, 1)
-        if a.shape[2] == 1:
-            rows_a, rows_g = a[:, :, 0].flatten(0, 1).conj(), g[:, :, 0].flatten(0, 1)
-            return rows_a.mT @ rows_g if self._is_turned() else self._arranged((rows_g.mT @ rows_a).unsqueeze(0))
-        return self._arranged(torch.einsum("btgo,btgi->goi", g, a.conj()))
+        rows_a, rows_g = a.flatten(0, 1).transpose(0, 1).conj(), g.flatten(0, 1).transpose(0, 1)  # [G, BT, ·]
+        product = torch.matmul if rounded else wide_product
+        if self._is_turned():
+            return product(rows_a.mT, rows_g)[0]
+        return self._arranged(product(rows_g.mT, rows_a))
 
     def dots(self, direction: Tensor) -> Tensor:
         """sum_t <g_t, direction · a_t>: one product with the direction, no gradient built."""

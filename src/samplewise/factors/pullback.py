@@ -45,9 +45,9 @@ class Pullback(Factor):
     def is_complex(self) -> bool:
         return self.parameter.is_complex()
 
-    def weighted_sum(self, w_B: Tensor) -> Tensor:
+    def weighted_sum(self, w_B: Tensor, *, rounded: bool = False) -> Tensor:
         """Jᵀ is linear, so the weighted sum is taken first and pulled back once."""
-        return self._vjp(self.derived.weighted_sum(w_B).to(self.dtype), batched=False)
+        return self._vjp(self.derived.weighted_sum(w_B, rounded=rounded).to(self.dtype), batched=False)
 
     def joined(self, other: Factor) -> "Pullback | None":
         if not isinstance(other, Pullback) or other.edge != self.edge or other.parameter is not self.parameter:

@@ -36,7 +36,7 @@ class Rows(Factor):
         _, _, sums = self._segments()
         return squares(sums).sum((1, 2))
 
-    def weighted_sum(self, w_B: Tensor) -> Tensor:
+    def weighted_sum(self, w_B: Tensor, *, rounded: bool = False) -> Tensor:
         g = wide(self.g)
         g = g * w_B.to(g.real.dtype).reshape(-1, 1, 1)
         return g.new_zeros(self.shape).index_add_(0, self.ids.flatten(), g.flatten(0, 1))

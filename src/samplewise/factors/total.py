@@ -39,8 +39,8 @@ class Total(Factor):
                 total = total + 2 * earlier.inner(later)
         return Hasty.of_terms(total, terms, lambda doubtful: Factor.sq_norms(self.select(doubtful)))
 
-    def weighted_sum(self, w_B: Tensor) -> Tensor:
-        return reduce(torch.add, (part.weighted_sum(w_B) for part in self.parts))
+    def weighted_sum(self, w_B: Tensor, *, rounded: bool = False) -> Tensor:
+        return reduce(torch.add, (part.weighted_sum(w_B, rounded=rounded) for part in self.parts))
 
     def materialize_wide(self) -> Tensor:
         return reduce(torch.add, (part.materialize_wide() for part in self.parts))

@@ -11,8 +11,9 @@ from samplewise.factors.dense import Dense
 from samplewise.ops.pointwise import spread_sum
 from samplewise.ops.registry import Meeting, rule
 from samplewise.plan import CHUNK_BYTES
-from samplewise.precision import wide
+from samplewise.precision import wide, wide_dtype
 from samplewise.samples import Fold
+from samplewise.tracing import is_tracing
 
 
 def _one_data_input(meeting: Meeting, input: Tensor, *others: Any) -> bool:
@@ -84,7 +85,7 @@ def batch_norm(
     images = meeting.rows(input, features=input.ndim - 1) if _one_data_input(meeting, input, weight, bias) else None
     if images is None or training:
         return NotImplemented
-    meeting.use(bias, lambda g: per_channel(wide(g), images))
+    meeting.use(bias, lambda g: per_channel(g, images))
     scale_by(meeting, weight, input, running_mean, running_var, eps, images)
     return F.batch_norm(input, running_mean, running_var, meeting.plain(weight), meeting.plain(bias), False, momentum, eps)
 
@@ -119,6 +120,7 @@ def group_norm(
         x, g = x.reshape(*x.shape[:2], -1), g.reshape(*g.shape[:2], -1)
         # A few images at a time: on the CPU, memory that is mapped anew for all of them costs more than the arithmetic.
         step = max(1, CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"]) // (4 * max(1, x[0].numel())))
+        step = max(1, len(x)) if is_tracing() else step
         parts = []
         for x_n, g_n, mean_n in zip(x.split(step), g.split(step), mean.split(step), strict=True):
             centred = wide(x_n).reshape(len(x_n), num_groups, -1) - mean_n.unsqueeze(2)
@@ -128,7 +130,7 @@ def group_norm(
         return Dense(images(summed.reshape(x.shape[:2])).sum(1))
 
     meeting.use(weight, scale, keep=(input, mean.detach(), rstd.detach()))
-    meeting.use(bias, lambda g: per_channel(wide(g), images))
+    meeting.use(bias, lambda g: per_channel(g, images))
     return y
 
 
@@ -148,7 +150,7 @@ def instance_norm(
     images = meeting.rows(input, features=input.ndim - 1) if _one_data_input(meeting, input, weight, bias) else None
     if images is None or not input.numel() or input.ndim < 3:
         return NotImplemented
-    meeting.use(bias, lambda g: per_channel(wide(g), images))
+    meeting.use(bias, lambda g: per_channel(g, images))
     if not use_input_stats:
         scale_by(meeting, weight, input, running_mean, running_var, eps, images)
         return F.instance_norm(
@@ -227,4 +229,4 @@ def prelu(meeting: Meeting, input: Tensor, weight: Tensor) -> Any:
 
 def per_channel(t: Tensor, images: Fold) -> Dense:
     """t [N, C, *spatial] summed over space and over the images of a sample."""
-    return Dense(images(t.reshape(*t.shape[:2], -1).sum(2)).sum(1))
+    return Dense(images(t.reshape(*t.shape[:2], -1).sum(2, dtype=wide_dtype(t))).sum(1))

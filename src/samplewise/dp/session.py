@@ -1,0 +1,282 @@
+"""Between a batch and its step: opens a capture at the model's forward, closes it at the optimizer's step, adds up what it gave."""
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from glob import escape
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._pytree import tree_leaves
+
+from samplewise.choice import Groups
+from samplewise.dp.clipping import Bound, Clipped, clipped
+from samplewise.dp.loader import Part
+from samplewise.errors import SamplewiseError
+from samplewise.queries import Grads, capture
+
+WholeStep = Callable[[Mapping[str, float], tuple], tuple[Tensor, Clipped]]
+"""(bounds, batch) → the loss, and the clipped gradients."""
+
+PRIVATE: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]]" = weakref.WeakKeyDictionary()
+"""The models that are trained privately."""
+
+
+class Session:
+    """The clipped gradients of one draw of samples, from the first of its batches to the step."""
+
+    def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor], options: dict[str, Any]):
+        """`parameters` are those that the optimizer changes, by their first name; `options` those of `capture`."""
+        self.model, self.parameters, self._options = model, dict(parameters), options
+        self.part: Part | None = None
+        """The batch that was handed out and not stepped on yet."""
+        self._tensors: list[weakref.ref[Tensor]] = []
+        self._is_behind = False
+        """Whether a batch was handed out before the one before it was stepped on."""
+        self.grads: Grads | None = None
+        self._whole: Clipped | None = None
+        """What a step taken as a whole (`run`) gave for the batch, in place of a capture."""
+        self._is_running = False
+        self.sums: dict[str, Tensor] = {}
+        self.num_samples = self.num_below = 0
+        self.draw: int | None = None
+        """The draw that the sums are of."""
+        self._trainable: frozenset[str] = frozenset()
+        self._thread = 0
+        self._handles: list[Any] = []
+
+    def watch(self) -> None:
+        """From now on calls of the model are captured."""
+        for module in dict.fromkeys(self.model.modules()):
+            module.register_forward_pre_hook(_Opens(self), with_kwargs=True)
+        PRIVATE[self.model] = weakref.ref(self)
+
+    # --- what the loader says ----------------------------------------------------------------------------------------
+
+    def received(self, part: Part, batch: Any) -> None:
+        """A batch is handed out."""
+        waiting = self.grads is not None and len(self.grads) > 0
+        self._close()
+        if waiting:
+            self.drop()
+            raise SamplewiseError(
+                "backward ran on a batch, and the next one was asked for without optimizer.step(). Steps that are left out by a "
+                "look at the data are not private, and draws cannot be added up (a sample may be in both). Call step() after "
+                "each backward; with max_physical_batch_size= it moves the parameters when the draw is complete."
+            )
+        if self.draw is not None and part.draw != self.draw:
+            missed, self.draw = self.draw, None
+            self.drop()
+            raise SamplewiseError(
+                f"the last batch of draw {missed} was not stepped on, and draw {part.draw} begins: its gradients would be lost, or "
+                "counted in another step. Call optimizer.step() for every batch."
+            )
+        self._is_behind = self._is_behind or self.part is not None
+        self.part = part
+        self._tensors = [weakref.ref(t) for t in tree_leaves(batch) if isinstance(t, Tensor)]
+
+    def ended(self) -> None:
+        """The iteration over the loader is over, or was left: what was not stepped on is dropped, and costs nothing."""
+        self._close()
+        self.part, self._is_behind, self._whole = None, False, None
+        self.drop()
+
+    # --- what the model says -----------------------------------------------------------------------------------------
+
+    def entered(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """A part of the model is called: opens a capture, if gradients are to come of it."""
+        if self.grads is not None or self.part is None or self._is_running or not torch.is_grad_enabled():
+            return
+        self._refuse_behind()
+        if self.draw is None:
+            self._trainable = self.trainable()
+        grads = capture(
+            self.model,
+            params=[escape(name) for name in sorted(self.trainable())],
+            batch_size=self.part.num_samples,
+            sample_ids=self.part.ids,
+            **self._options,
+        )
+        self._thread = threading.get_ident()
+        self.grads = grads.__enter__()
+        self._handles = [module.register_forward_hook(self._left, always_call=True)]
+        self._mark(grads)
+        try:
+            self.grads.entered(module, args, kwargs)
+        except BaseException:
+            self._close()
+            raise
+
+    def _mark(self, grads: Grads) -> None:
+        """Labels are of the samples too: a loss that mixes them is seen, as one divided by how many of them count."""
+        for t in (t for ref in self._tensors if (t := ref()) is not None):
+            if t.ndim > grads.batch_dim and t.shape[grads.batch_dim] == grads.num_rows:
+                grads.mark(t)
+
+    def _left(self, module: nn.Module, args: Any, out: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if out is None:  # forward raised
+            self._close()
+
+    def trainable(self) -> frozenset[str]:
+        """The parameters of the optimizer that need a gradient now."""
+        return frozenset(name for name, p in self.parameters.items() if p.requires_grad)
+
+    def aliases(self) -> dict[str, str]:
+        """For every name of such a parameter its first name."""
+        first = {id(self.parameters[name]): name for name in self.trainable()}
+        found = {n: first[id(p)] for n, p in self.model.named_parameters(remove_duplicate=False) if id(p) in first}
+        gone = first.keys() - {id(self.parameters[name]) for name in found.values()}
+        if gone:
+            raise SamplewiseError(
+                f"parameter {min(first[key] for key in gone)!r} of the optimizer is not in the model any more: it was replaced (by a "
+                "new module, load_state_dict(assign=True)) after make_private. Replace it before."
+            )
+        return found
+
+    def run(self, step: "WholeStep", bounds: Mapping[str, float], batch: tuple) -> Tensor:
+        """The loss of the batch, whose forward, backward and clipping `step` takes in one; nothing of it is left open."""
+        if self.part is None:
+            raise SamplewiseError(
+                "step_on() without a batch of the private loader: every step is for one batch of it, once. Iterate over the loader "
+                "that make_private returned."
+            )
+        self._refuse_behind()
+        if self.draw is None:
+            self._trainable = self.trainable()
+        if self.part.num_samples == 0:
+            return torch.full((), math.nan)
+        self._is_running = True
+        try:
+            loss, self._whole = step(bounds, batch)
+        finally:
+            self._is_running = False
+        if self._whole.num_samples != self.part.num_samples:
+            raise SamplewiseError(
+                f"step_on() got {self._whole.num_samples} samples, the batch of the private loader has {self.part.num_samples}. Give "
+                "it that batch, whole."
+            )
+        return loss
+
+    # --- what the step asks ------------------------------------------------------------------------------------------
+
+    def take(self, bounds: Mapping[str, float], groups: Groups | None, eps: float | None) -> bool:
+        """Clips and adds the gradients of the batch; True if its draw is complete."""
+        part = self.part
+        if part is None:
+            raise SamplewiseError(
+                "step() without a batch of the private loader: every step is for one batch of it, once. Iterate over the loader "
+                "that make_private returned, and step once a batch (next(iter(loader)) ends its iteration at once: keep the "
+                "iterator)."
+            )
+        self._refuse_behind()
+        self._refuse_foreign_gradients()
+        if part.num_samples and self._whole is None and (self.grads is None or not len(self.grads)):
+            raise SamplewiseError(
+                "step() without gradients of the batch: no backward ran since it was handed out, or the loss was not computed by "
+                "the private model from it. Call the model, and backward on its loss, before step()."
+            )
+        if (
+            self.grads is not None or self._whole is not None or self.draw is not None
+        ) and self.trainable() != self._trainable:
+            changed = sorted(self.trainable() ^ self._trainable)
+            raise SamplewiseError(
+                f"{', '.join(map(repr, changed))} were frozen or unfrozen between the forward of a draw and its step. Do it after "
+                "a step that moved the parameters."
+            )
+        self._trainable = self.trainable()
+        grads, whole = self._close(), self._whole
+        if whole is not None:
+            self._add(whole)
+        elif grads is not None and part.num_samples:
+            self._add(clipped_of(self.model, grads, bounds, groups, eps))
+        self._whole = None
+        self.draw, self.part = part.draw, None
+        return part.is_last
+
+    def drop(self) -> None:
+        """Forgets what was added up."""
+        self.sums, self.num_samples, self.num_below, self.draw = {}, 0, 0, None
+
+    def _add(self, more: Clipped) -> None:
+        for name, total in more.sums.items():
+            self.sums[name] = self.sums[name] + total if name in self.sums else total
+        self.num_samples += more.num_samples
+        self.num_below += int(more.num_below)
+
+    def _close(self) -> Grads | None:
+        """Ends the capture, if one is open, and gives it back."""
+        if self.grads is None:
+            return None
+        if self._thread != threading.get_ident():
+            raise SamplewiseError("the model's forward and the step ran in different threads. Let one thread run both.")
+        grads, self.grads = self.grads, None
+        for handle in self._handles:
+            handle.remove()
+        mode, above = grads._intercept, []
+        was_open = mode in _get_current_function_mode_stack()
+        if was_open:  # a mode that was entered since (a torch.device block) stays
+            while _get_current_function_mode_stack()[-1] is not mode:
+                above.append(_pop_mode())
+        else:
+            _push_mode(mode)
+        grads.__exit__(None, None, None)
+        for other in reversed(above):
+            _push_mode(other)
+        if not was_open:
+            raise SamplewiseError(
+                "a block that changes torch functions (with torch.device(...), a TorchFunctionMode) was left between the model's "
+                "forward and step(). Put forward, backward and step into the same block."
+            )
+        return grads
+
+    def _refuse_behind(self) -> None:
+        if self._is_behind:
+            raise SamplewiseError(
+                "a batch of the private loader was left without step(), or the loop takes batches ahead of their steps, so that it "
+                "is not known which one this is. Step on every batch, also on an empty one, before the next is asked for."
+            )
+
+    def _refuse_foreign_gradients(self) -> None:
+        found = [name for name, p in self.parameters.items() if p.grad is not None]
+        if found:
+            raise SamplewiseError(
+                f"parameter {found[0]!r} has a gradient that did not pass clipping: either zero_grad() was not called since the "
+                "last step, or a backward ran outside of what is private (on data of another loader, on a loss that does not come "
+                "from the model). Such a gradient would reach the parameters without noise."
+            )
+
+
+def clipped_of(
+    model: nn.Module, grads: Grads, bounds: Mapping[str, Bound], groups: Groups | None, eps: float | None
+) -> Clipped:
+    """The one place where gradients of a private model are asked for."""
+    for name, buffer in model.named_buffers():
+        if grads.marks.get(buffer) is not None:
+            raise SamplewiseError(
+                f"buffer {name!r} took in values of the batch in forward: it would carry them without clipping and noise. "
+                "Remove such statistics (samplewise.dp.fix replaces those of torch's norms), or do not save them in the model."
+            )
+    return clipped(grads, bounds, groups=groups, eps=eps)
+
+
+class _Opens:
+    """The hook on the modules of a private model; a copy of the model, or one loaded from a file, is an ordinary model."""
+
+    def __init__(self, session: Session | None = None):
+        self._session = None if session is None else weakref.ref(session)
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        session = None if self._session is None else self._session()
+        if session is not None:
+            session.entered(module, args, kwargs)
+
+    def __deepcopy__(self, memo: Any) -> "_Opens":
+        return _Opens()
+
+    def __reduce__(self) -> tuple:
+        return _Opens, ()

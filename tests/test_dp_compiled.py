@@ -1,0 +1,94 @@
+"""Private steps taken in one, compiled or not, are those of the loop."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import samplewise as sw
+from samplewise.errors import SamplewiseError
+
+
+def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def private(**options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3)).double()
+    x, y = torch.randn(60, 6, dtype=torch.float64), torch.randint(3, (60,))
+    if options.pop("spoilt", False):
+        x[7] = torch.nan
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    loader = DataLoader(TensorDataset(x, y), batch_size=12)
+    settings = {"noise_multiplier": 0.7, "max_grad_norm": 0.3, "seed": 3, **options}
+    return sw.dp.make_private(model, optimizer, loader, **settings)
+
+
+def trained(*, in_one: bool, **options) -> tuple[dict[str, Tensor], float]:
+    if in_one:
+        options["loss_fn"] = loss_fn
+    model, optimizer, loader = private(**options)
+    for _ in range(3):
+        for x, y in loader:
+            optimizer.zero_grad()
+            if in_one:
+                optimizer.step_on(x, y)
+            else:
+                loss_fn(model, x, y).backward()
+                optimizer.step()
+    return model.state_dict(), optimizer.epsilon(1e-5, accountant="rdp")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"clipping": "per_layer"},
+        {"clipping": "automatic"},
+        {"clipping": "adaptive"},
+        {"max_physical_batch_size": 5},
+        {"spoilt": True},
+    ],
+    ids=str,
+)
+def test_step_in_one_is_the_loops(options):
+    weights, epsilon = trained(in_one=True, **options)
+    expected, same = trained(in_one=False, **options)
+    assert epsilon == same
+    for name in expected:
+        torch.testing.assert_close(weights[name], expected[name], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("options", [{}, {"clipping": "adaptive"}, {"spoilt": True}], ids=str)
+def test_compiled_step_is_the_loops(options):
+    """Draws of all sizes, a bound that moves, a sample that is not finite."""
+    weights, epsilon = trained(in_one=True, compile=True, **options)
+    expected, same = trained(in_one=False, **options)
+    assert epsilon == same
+    for name in expected:
+        torch.testing.assert_close(weights[name], expected[name], rtol=1e-7, atol=1e-7)
+
+
+def test_what_step_on_refuses():
+    with pytest.raises(ValueError, match="needs loss_fn="):
+        private(compile=True)
+    _, optimizer, loader = private()
+    x, y = next(it := iter(loader))
+    with pytest.raises(SamplewiseError, match="step_on\\(\\) needs the loss"):
+        optimizer.step_on(x, y)
+    it.close()
+    _, optimizer, loader = private(loss_fn=loss_fn)
+    with pytest.raises(SamplewiseError, match="without a batch of the private loader"):
+        optimizer.step_on(x, y)
+    for x, y in loader:
+        if len(x) > 1:
+            with pytest.raises(SamplewiseError, match="Give it that batch, whole"):
+                optimizer.step_on(x[1:], y[1:])
+            break
+    _, optimizer, loader = private(loss_fn=loss_fn, views=2)
+    for x, y in loader:
+        with pytest.raises(SamplewiseError, match="one row a sample"):
+            optimizer.step_on(x, y)
+        break
