@@ -91,9 +91,31 @@ class Compiled:
                 f"the step was compiled {MAX_FAMILIES} times for one kind of batch, because {change!r}, which its code reads, "
                 "keeps changing. Let the code read a tensor in its place, or take the step op by op: compile=False."
             )
-        self.run(batch, Record(), verify=self.verify)  # what only running shows is refused here
-        families.insert(0, Family(Snapshot(self.model, *self.functions)))
+        families.insert(0, Family(self._settled(batch)))
         return families[0]
+
+    def _settled(self, batch: tuple) -> Snapshot:
+        """What the step's code reads, once taking the step changes nothing of it; what only running shows is refused here."""
+        snapshot = Snapshot(self.model, *self.functions)
+        grads = [(t, t.grad, None if t.grad is None else t.grad._version) for t in snapshot.leaves()]
+        self.run(batch, Record(), verify=self.verify)
+        for t, grad, version in grads:
+            if t.grad is not grad or (grad is not None and grad._version != version):
+                raise SamplewiseError(
+                    f"the step gives a gradient to a tensor {tuple(t.shape)} that is not a parameter of the model, which a compiled "
+                    "step would not. Make it a parameter of the model, or take the step op by op: compile=False."
+                )
+        if snapshot.change() is None:
+            return snapshot
+        snapshot = Snapshot(self.model, *self.functions)  # what the first run made for later ones is there now
+        self.run(batch, Record(), verify=False)
+        change = snapshot.change()
+        if change is not None:
+            raise SamplewiseError(
+                f"the step changes {change!r}, which its code reads: once compiled, it would stay as it is. Let the code keep it in "
+                "a buffer, or take the step op by op: compile=False."
+            )
+        return snapshot
 
     def _graph(self, family: Family, size: int, batch: tuple) -> Graph | None:
         """The graph for this size; None if the step is to be taken op by op."""
@@ -155,9 +177,9 @@ class Compiled:
         self.num_graphs += 1
         tensors = [t for t in tree_flatten(batch)[0] if isinstance(t, Tensor)]
         if is_fixed:
-            compiled = torch.no_grad()(torch.compile(graph, fullgraph=True, dynamic=False))
+            compiled = torch.no_grad()(torch.compile(graph.forward, fullgraph=True, dynamic=False))
             return replayed(compiled, graph, tensors, [*self.model.parameters(), *self.model.buffers()])
-        compiled = torch.no_grad()(torch.compile(graph, fullgraph=True))
+        compiled = torch.no_grad()(torch.compile(graph.forward, fullgraph=True))
 
         def run(*tensors: Tensor) -> list[Tensor]:
             rows = [t for t in tensors if self._has_rows(t, tensors[0].shape[self.batch_dim])]
@@ -168,6 +190,9 @@ class Compiled:
         return run
 
 
+HOOKS_OF_ALL_MODULES = [name for name in vars(nn.modules.module) if name.startswith("_global_") and name.endswith("_hooks")]
+
+
 def _surroundings() -> Any:
     """What torch itself does otherwise from the same call."""
     return (
@@ -175,4 +200,5 @@ def _surroundings() -> Any:
         torch.get_default_dtype(),
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
+        tuple(tuple(vars(nn.modules.module)[hooks]) for hooks in HOOKS_OF_ALL_MODULES),
     )

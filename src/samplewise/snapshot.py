@@ -1,24 +1,39 @@
 """What Python code reads beside its arguments, and whether it is still what it was."""
 
 import enum
+import functools
+import sys
 import types
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-SIMPLE = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, slice, range)
-DEPTH = 4
-"""How far objects in attributes of objects are followed."""
 MISSING = object()
+OF_MODELS = frozenset({"transformers", "peft", "torchvision", "timm", "diffusers"})
+LIBRARIES = frozenset({"torch", "samplewise", "numpy", *OF_MODELS, *sys.stdlib_module_names} - {"__main__"})
+"""Packages whose own code is taken to read nothing that changes."""
+UNCALLED = {"__init__", "__new__", "__init_subclass__", "__repr__", "__module__", "__doc__", "__dict__", "__weakref__"}
+"""Attributes of a class that a step does not call."""
+REFLECTION = {"vars", "__dict__", "asdict", "__getattr__", "__getattribute__", "attrgetter"}
+"""Code with one of these names may read attributes that it does not name."""
+
+
+class Facts(tuple):
+    """What is compared of a value that is not followed."""
+
+
+SIMPLE = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, slice, range, Facts)
 
 
 class Snapshot:
-    """The attributes of a model's modules, and the variables that functions close over, as they are now.
+    """The attributes of a model's modules, and what its code and functions read beside their arguments, as they are now.
 
-    Tensors, modules and functions count by identity, numbers and strings by value, containers and other objects by what
-    is in them.
+    Numbers and strings count by value, containers and other objects by what is in them, tensors by identity and by what
+    a graph is made for. Code is followed into the functions and classes that it names, if they are not torch's, and objects
+    into the attributes that code names.
 
     >>> scale = [2.0]
     >>> seen = Snapshot(nn.Linear(1, 1), lambda x: x * scale[0])
@@ -30,66 +45,147 @@ class Snapshot:
 
     def __init__(self, model: nn.Module, *functions: Callable):
         self._entries: list[tuple[str, Callable[[], Any], Any]] = []
-        self._seen: set[int] = set()
-        for name, module in model.named_modules():
-            self._see_namespace(f"{name}." if name else "", vars(module), 0)
-        for function in functions:
-            self._see_function(function, 0)
+        self._seen: dict[int, Any] = {}  # with the objects: the id of one that is gone may come again
+        self._pending: list[tuple[str, Any]] = []
+        self._given = functions
+        self._named: set[str] = set()
+        self._unnamed: dict[str, list[Callable[[], None]]] = {}
+        for value in (model, *functions):
+            self._later(getattr(value, "__name__", "") if value is not model else "", value)
+        while self._pending:
+            self._follow(*self._pending.pop())
+        self._entries = [(name, now, now()) for name, now, _ in self._entries]  # all that code names is known now
 
     def change(self) -> str | None:
         """The name of something that is not what it was, or None."""
         for name, now, before in self._entries:
             value = now()
             if value is not before and not (type(value) is type(before) and _is_simple(before) and value == before):
-                return name
+                return name.removesuffix(".__dict__")
         return None
 
-    def _see(self, name: str, now: Callable[[], Any], depth: int) -> None:
+    def leaves(self) -> list[Tensor]:
+        """The tensors that were met and may be given a gradient."""
+        return [t for t in self._seen.values() if isinstance(t, Tensor) and t.is_leaf and t.requires_grad]
+
+    def _see(self, name: str, now: Callable[[], Any]) -> None:
         value = now()
         self._entries.append((name, now, value))
-        if _is_simple(value) or isinstance(value, torch.Tensor | type | types.ModuleType | torch.Generator):
-            return
-        if id(value) in self._seen or depth > DEPTH:
-            return
-        self._seen.add(id(value))
-        if isinstance(value, dict | list | set | frozenset | tuple):
-            if not isinstance(value, tuple | frozenset):
-                self._entries.append((f"the size of {name}", lambda: len(value), len(value)))
-            for key, _ in _items(value):
-                self._see(name, lambda key=key: _item(value, key), depth + 1)
-        elif isinstance(value, types.FunctionType | types.MethodType):
-            self._see_function(value, depth + 1)
-        elif isinstance(value, nn.Module):
-            for part, module in value.named_modules():
-                if id(module) not in self._seen or module is value:
-                    self._seen.add(id(module))
-                    self._see_namespace(f"{name}.{part}.", vars(module), depth + 1)
-        elif hasattr(value, "__dict__"):
-            self._see_namespace(f"{name}.", vars(value), depth + 1)
+        self._later(name, value)
 
-    def _see_namespace(self, prefix: str, space: dict[str, Any], depth: int) -> None:
-        self._entries.append((f"{prefix}__dict__", lambda: len(space), len(space)))
-        for key in space:
-            self._see(f"{prefix}{key}", lambda key=key: space.get(key, MISSING), depth)
+    def _later(self, name: str, value: Any) -> None:
+        if not _is_simple(value) and id(value) not in self._seen:
+            self._seen[id(value)] = value
+            self._pending.append((name, value))
 
-    def _see_function(self, function: Callable, depth: int) -> None:
-        if isinstance(function, types.MethodType):
-            method: types.MethodType = function
-            self._see(f"{method.__name__}.__self__", lambda: method.__self__, depth)
-            function = method.__func__
-        if not isinstance(function, types.FunctionType):
-            self._see_namespace(f"{type(function).__name__}.", getattr(function, "__dict__", {}), depth)
+    def _follow(self, name: str, value: Any) -> None:
+        prefix, facts = f"{name}." if name else "", _facts(value)
+        if facts is not None:
+            self._entries.append((name, lambda: _facts(value), facts))
+        if isinstance(value, Mapping | list | tuple | deque):
+            for key in list(value) if isinstance(value, Mapping) else range(len(value)):
+                self._see(name, lambda key=key: _item(value, key))
+        elif isinstance(value, types.FunctionType):
+            self._follow_function(value)
+        elif isinstance(value, type):
+            if not _is_of_library(value):
+                names = [key for key in vars(value) if key not in UNCALLED]
+                called = [
+                    key for key in names if key.startswith("__") or any(hasattr(base, key) for base in _library_bases(value))
+                ]
+                self._see_attributes(f"{value.__name__}.", value, called)
+                self._see_attributes_named(f"{value.__name__}.", value, set(names) - set(called))
+                for base in value.__mro__:
+                    self._later(base.__name__, base)
+        elif isinstance(value, nn.Module):  # code of torch reads its attributes too
+            self._see(f"{prefix}__class__", lambda: type(value))
+            self._see(f"{prefix}__dict__", lambda: Facts(vars(value)))
+            for key in list(vars(value)):
+                self._see(f"{prefix}{key}", lambda key=key: vars(value).get(key, MISSING))
+        elif type(value) in PARTS:
+            self._see_attributes(prefix, value, PARTS[type(value)])
+        elif facts is None and not isinstance(value, types.ModuleType | torch.Generator):
+            self._see(f"{prefix}__class__", lambda: type(value))
+            self._see(f"{prefix}__dict__", lambda: Facts(k for k in getattr(value, "__dict__", ()) if k in self._named))
+            if _root(type(value)) in OF_MODELS:  # a configuration, which code that is not followed reads
+                self._see_attributes(prefix, value, getattr(value, "__dict__", ()))
+            self._see_attributes_named(prefix, value, [*getattr(value, "__dict__", ()), *_slots(type(value))])
+
+    def _see_attributes(self, prefix: str, owner: Any, names: Iterable[str]) -> None:
+        for key in set(names) - {"__dict__", "__weakref__", "__doc__"}:
+            self._see(f"{prefix}{key}", lambda key=key: _attribute(owner, key))
+
+    def _see_attributes_named(self, prefix: str, owner: Any, names: Iterable[str]) -> None:
+        """Those attributes that code names, also if it is met later."""
+        for key in names:
+            if key in self._named or REFLECTION & self._named:
+                self._see_attributes(prefix, owner, [key])
+            else:
+                waiting = lambda key=key: self._see_attributes(prefix, owner, [key])
+                self._unnamed.setdefault(key, []).append(waiting)
+
+    def _follow_function(self, function: types.FunctionType) -> None:
+        if _is_of_library(function) and function not in self._given:
             return
+        self._see_attributes(f"{function.__name__}.", function, ("__code__", "__defaults__", "__kwdefaults__"))
+        names = _names(function.__code__)
+        self._name(names)
+        self._see_attributes(f"{function.__name__}.", function, vars(function))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self._see(name, lambda cell=cell: _contents(cell), depth)
-        for name in _global_names(function.__code__):
-            if name in function.__globals__:
-                self._see(name, lambda name=name: function.__globals__.get(name, MISSING), depth)
-        self._see(f"{function.__name__}.__defaults__", lambda: function.__defaults__, depth)
+            self._see_variable(name, lambda cell=cell: _contents(cell), names)
+        for name in names & function.__globals__.keys():
+            self._see_variable(name, lambda name=name: function.__globals__.get(name, MISSING), names)
+
+    def _name(self, names: set[str]) -> None:
+        new, self._named = names - self._named, self._named | names
+        for key in list(self._unnamed) if REFLECTION & new else new & self._unnamed.keys():
+            for see in self._unnamed.pop(key):
+                see()
+
+    def _see_variable(self, name: str, now: Callable[[], Any], names: set[str]) -> None:
+        """A variable, and of a Python module what code with these names may read there."""
+        self._see(name, now)
+        space = now()
+        if isinstance(space, types.ModuleType):
+            for key in names & vars(space).keys():
+                inner = lambda key=key: vars(space).get(key, MISSING)
+                if isinstance(inner(), types.ModuleType) and id(inner()) not in self._seen:
+                    self._see_variable(f"{name}.{key}", inner, names)
+                else:
+                    self._see(f"{name}.{key}", inner)
+
+
+PARTS: dict[type, tuple[str, ...]] = {
+    types.MethodType: ("__self__", "__func__"),
+    functools.partial: ("func", "args", "keywords"),
+    property: ("fget",),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+}
+"""What there is in what wraps a function."""
 
 
 def _is_simple(value: Any) -> bool:
     return isinstance(value, SIMPLE)
+
+
+def _facts(value: Any) -> Facts | None:
+    """What of the value can change while it stays the same object; None if that is its attributes."""
+    if isinstance(value, Tensor):
+        return Facts((value.requires_grad, value.dtype, value.device, value.shape, _strides(value)))
+    if isinstance(value, Mapping):
+        return Facts(key if _is_simple(key) else id(key) for key in value)
+    if isinstance(value, set | frozenset):
+        return Facts([frozenset(value)])
+    if isinstance(value, list | tuple | deque):
+        return Facts([len(value)])
+    if hasattr(type(value), "__array_interface__"):
+        return Facts((value.shape, value.dtype, value.tobytes()))
+    return None
+
+
+def _strides(t: Tensor) -> tuple[int, ...] | None:
+    return t.stride() if t.layout == torch.strided else None
 
 
 def _contents(cell: Any) -> Any:
@@ -99,20 +195,39 @@ def _contents(cell: Any) -> Any:
         return MISSING
 
 
-def _items(container: Any) -> Iterator[tuple[Any, Any]]:
-    return iter(container.items()) if isinstance(container, dict) else enumerate(container)
-
-
 def _item(container: Any, key: Any) -> Any:
-    if isinstance(container, set | frozenset):
-        return len(container)
     try:
         return container[key]
     except (KeyError, IndexError):
         return MISSING
 
 
-def _global_names(code: types.CodeType) -> set[str]:
-    """The names that the code, and functions defined in it, may look up among the globals."""
+def _attribute(owner: Any, key: str) -> Any:
+    """The attribute where it is kept: a class's own descriptors as they are."""
+    space = getattr(owner, "__dict__", {})
+    return space[key] if key in space else MISSING if isinstance(owner, type) else getattr(owner, key, MISSING)
+
+
+def _slots(cls: type) -> list[str]:
+    slots = [vars(base).get("__slots__", ()) for base in cls.__mro__ if not _is_of_library(base)]
+    return [name for some in slots for name in ([some] if isinstance(some, str) else some)]
+
+
+def _library_bases(cls: type) -> list[type]:
+    return [base for base in cls.__mro__ if _is_of_library(base) and base is not object]
+
+
+def _is_of_library(value: Any) -> bool:
+    return _root(value) in LIBRARIES
+
+
+def _root(value: Any) -> str:
+    """The package that a function or class is of."""
+    return str(getattr(value, "__module__", None) or "").partition(".")[0]
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The names, and strings that may be names, in the code and in functions defined in it."""
     nested = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return set(code.co_names).union(*map(_global_names, nested))
+    strings = (const for const in code.co_consts if isinstance(const, str) and const.isidentifier())
+    return set(code.co_names).union(strings, *map(_names, nested))

@@ -6,15 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from samplewise.errors import SamplewiseError
 from samplewise.still import attributes_put_back
-from samplewise.tracing import collecting
+from samplewise.tracing import collecting, is_tracing
 
 
 @dataclass
@@ -54,7 +56,7 @@ class Trace:
             filled = list(leaves)
             for i, t in zip(places, tensors, strict=True):
                 filled[i] = t
-            with collecting() as doubts:
+            with collecting() as doubts, Unread(), Unlisted():
                 result = run(tree_unflatten(filled, spec), self.record, verify=False)
             values, self._spec = tree_flatten(result)
             self._values = [NotImplemented if isinstance(v, Tensor) else v for v in values]
@@ -85,6 +87,40 @@ class Trace:
         """The step's result from what the graph gave."""
         tensors = iter(outputs)
         return tree_unflatten([next(tensors) if v is NotImplemented else v for v in self._values], self._spec)
+
+
+class Unread(TorchDispatchMode):
+    """Refuses that Python reads the value of a tensor outside of the batch: the number would stand in the graph for good."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if torch.Tag.data_dependent_output in func.tags:
+            _refuse_reading(args)
+        return func(*args, **(kwargs or {}))
+
+
+class Unlisted(TorchFunctionMode):
+    """The same for what reads a number without an op that is seen: `tolist`, and a tensor as an index of a list."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is Tensor.__index__ and is_tracing():
+            raise _reads(args[0])
+        if func is Tensor.tolist and is_tracing():
+            _refuse_reading(args)
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse_reading(args: tuple) -> None:
+    read = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+    if read and not any(isinstance(t, FakeTensor) for t in read):
+        raise _reads(read[0])
+
+
+def _reads(t: Tensor) -> SamplewiseError:
+    return SamplewiseError(
+        f"the step cannot be compiled: its code reads the value of a tensor {tuple(t.shape)} (.item(), .tolist(), float(), if, "
+        "an index), and a later value would not be seen. Calculate with the tensor itself, keep the number as a Python number, or "
+        "take the step op by op: per_sample_step(..., compile=False)."
+    )
 
 
 def _clean(graph: Graph) -> None:
