@@ -100,6 +100,7 @@ class Capture:
         self._second: SecondPass | None = None
         self._intercept: Intercept | None = None
         self._handles: list[Any] = []
+        self._watch: Watch | None = None
         self._outermost: nn.Module | None = None
         self._is_open = False
         self._was_entered = False
@@ -141,13 +142,16 @@ class Capture:
         return [name for name, p in self.parameters.items() if id(p) in theirs]
 
     def _let_go(self) -> None:
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def _watch_modules(self) -> None:
         """Tensors passed to the model, or to a part of it, from outside are the batch."""
-        self._handles.append(Watch(self, self._modules))
+        self._watch = Watch(self, self._modules)
 
     def entered(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Hears that a module of the model is called."""
@@ -156,11 +160,15 @@ class Capture:
             self.mark_inputs(args, kwargs)
             if self.verify and self._intercept is not None and torch.is_grad_enabled():
                 self._verify(module, args, kwargs)
+            if self._watch is not None:
+                self._watch.hear_only(module)
 
     def left(self, module: nn.Module) -> None:
         """Hears that a module of the model has returned."""
         if self._outermost is module and self._is_listening:
             self._outermost = None
+            if self._watch is not None:
+                self._watch.hear_all()
 
     @property
     def _is_listening(self) -> bool:

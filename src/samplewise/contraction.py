@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -24,10 +25,15 @@ def matmul_letters(left: Tensor, right: Tensor) -> Contraction:
     >>> matmul_letters(torch.zeros(5, 2, 3), torch.zeros(3, 4))
     Contraction(terms=('aij', 'jk'), out='aik')
     """
-    i, k = "i" if left.ndim > 1 else "", "k" if right.ndim > 1 else ""
-    num_batch = max(left.ndim, right.ndim, 2) - 2
+    return _matmul_letters(left.ndim, right.ndim)
+
+
+@cache
+def _matmul_letters(left: int, right: int) -> Contraction:
+    i, k = "i" if left > 1 else "", "k" if right > 1 else ""
+    num_batch = max(left, right, 2) - 2
     batch = BATCH_LETTERS[:num_batch]
-    of_left, of_right = (batch[num_batch - max(0, t.ndim - 2) :] for t in (left, right))
+    of_left, of_right = (batch[num_batch - max(0, ndim - 2) :] for ndim in (left, right))
     return Contraction((f"{of_left}{i}j", f"{of_right}j{k}"), f"{batch}{i}{k}")
 
 

@@ -18,21 +18,24 @@ from samplewise.flow import (
     ELEMENTWISE,
     LOSSES,
     PATTERNS,
+    ROUTING,
     Call,
     Several,
     flow,
     is_in_place,
     moves,
-    op_name,
     routes,
     tensors_in,
 )
-from samplewise.inside import ENGINE, Insides
-from samplewise.marking import Marking
+from samplewise.flow.memory import Known, key_of, recalled
+from samplewise.inside import Insides
+from samplewise.kinds import Kind, kind_of
+from samplewise.marking import Look, Marking
 from samplewise.ops.foreign import FOREIGN, ExpandedWeight
 from samplewise.ops.generic import Generic
 from samplewise.ops.pointwise import pointwise
-from samplewise.ops.registry import EXPANSIONS, RULES, FactorOf, Meeting
+from samplewise.ops.recipe import Recipe, recipe_of
+from samplewise.ops.registry import EXPANSIONS, RULES, FactorOf, Meeting, Use
 from samplewise.refusals import (
     describe,
     refuse,
@@ -48,17 +51,8 @@ from samplewise.refusals import (
 from samplewise.samples import Layout, Lost, Mark
 from samplewise.saving import kept_as_is
 from samplewise.sight import CustomFunction
-from samplewise.tap import Gate, Note, Recorder, Tap, Targets, is_wanted
+from samplewise.tap import Gate, Recorder, Targets, apply_tap, is_wanted, note_of
 from samplewise.weights import Weight, looked_up
-
-OPAQUE = set(
-    "array backward_hooks base contains data_ptr deepcopy device dim dtype element_size format get_device grad grad_fn "
-    "has_names hash is_complex is_contiguous is_cpu is_cuda is_floating_point is_inference is_leaf is_meta is_mkldnn is_mps "
-    "is_nested is_quantized is_same_size is_set_to is_signed is_sparse is_view is_xla is_xpu item itemsize layout len names "
-    "nbytes ndim nelement numel numpy output_nr reduce_ex register_hook register_post_accumulate_grad_hook repr "
-    "requires_grad retain_grad shape size storage_offset stride tolist untyped_storage version as_subclass".split()
-)
-"""Questions about a tensor that give no tensor of values: answered as they are."""
 
 FRESH = set("new_zeros new_ones new_full new_empty".split())
 """Ops on data that take only its shape and type."""
@@ -82,30 +76,21 @@ class Intercept(TorchFunctionMode):
         self.marking, self.insides = Marking(recorder), Insides()
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kind = kind_of(func)
+        if kind.is_question or self.is_paused:
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = {SYNONYMS.get(k, k): v for k, v in kwargs.items()} if kwargs else {}
-        name = op_name(func)
-        if self.is_paused:
-            return func(*args, **kwargs)
-        if name in OPAQUE and func not in ENGINE:
-            return self._opaque(func, name, args, kwargs)
-        read = {k: v for k, v in kwargs.items() if k != "out"} if "out" in kwargs else kwargs
-        tensors = tensors_in(args[:1] if name in PATTERNS else (*args, *read.values()))
-        data: list[tuple[Tensor, Mark]] = []
-        weights: list[tuple[Tensor, Weight]] = []
-        routed = False
-        for t in tensors:
-            if (mark := self.marks.get(t)) is None and not (name == "setitem" and self.marking.wrote(t, args)):
-                mark = self.marking.alias(t)
-            if mark is not None:
-                if routes(name, t, mark, args, self.marks.get):
-                    routed = True
-                else:
-                    data.append((t, mark))
-            elif (weight := self.weights.get(t)) is not None:
-                if weight.is_data:
-                    data.append((t, self.marks.recalled(t) or Lost("code that was not seen")))
-                else:
-                    weights.append((t, weight))
+        if kind.is_opaque:
+            return self._opaque(func, kind.name, args, kwargs)
+        if (kind.may_repeat or kind.has_inside) and "out" not in kwargs:
+            look = Look(self.marking)
+            key = key_of(func, args, kwargs, look)
+            if key is not None and look.data:
+                out = self._familiar(kind, func, args, kwargs, look, key)
+                if out is not NotImplemented:
+                    return out
+        name = kind.name
+        tensors, data, weights, routed = self._sorted(name, args, kwargs)
         if weights and func is torch.autograd.grad:
             refuse_grad(weights)
         if func is torch.autograd.backward:
@@ -142,6 +127,67 @@ class Intercept(TorchFunctionMode):
         if name in FRESH:
             self.recorder.constants.set(out, True)
         return out
+
+    def _familiar(self, kind: Kind, func: Callable, args: tuple, kwargs: dict, look: Look, key: Any) -> Any:
+        """Runs an op on data, captured parameters and known constants; NotImplemented if more must be known to understand it."""
+        known = recalled(key)
+        if look.weights:
+            rule = RULES.get(func) if func not in EXPANSIONS and func not in FOREIGN else None
+            if rule is None or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+                return NotImplemented
+            if known is not None and known.recipe and known.recipe.rule is rule:
+                y = self._meet_again(kind.name, args, kwargs, known)
+                if y is not NotImplemented:
+                    return y
+            return self._meet(func, kind.name, args, kwargs, look.data, look.weights, key)
+        if known is None:
+            return self.insides.run(self, func, args, kwargs) if kind.has_inside else NotImplemented
+        out = func(*args, **kwargs)
+        if not self.marking.mark_again(out, known):
+            self.marking.mark(Call(kind.name, func, args, kwargs, out, look.data))
+        return out
+
+    def _meet_again(self, name: str, args: tuple, kwargs: dict, known: Known) -> Any:
+        """Runs an op as its rule did in a call alike, and taps its result; NotImplemented if that has another shape."""
+        recipe: Recipe = known.recipe
+        tensors = [*args, *kwargs.values()]
+        plain = tensors.copy()
+        for place in recipe.weights:
+            plain[place] = tensors[place].detach()
+        num = len(args)
+        out = recipe.run(*plain[:num], **dict(zip(kwargs, plain[num:], strict=True))) if kwargs else recipe.run(*plain)
+        results = out if isinstance(out, tuple) else (out,)
+        if results[0].shape != known.shapes:
+            return NotImplemented
+        tensors += results
+        uses = [Use(tensors[place], of, tuple([tensors[k] for k in keep])) for place, of, keep in recipe.uses]
+        y = self._tapped(results[0], uses, name, recipe.how, recipe.layout)
+        self.marks.set(y, known.mark)
+        return y
+
+    def _sorted(
+        self, name: str, args: tuple, kwargs: dict
+    ) -> tuple[list[Tensor], list[tuple[Tensor, Mark]], list[tuple[Tensor, Weight]], bool]:
+        """(all tensors, data, weights) that the op reads, and whether data only tell it where rows go."""
+        read = {k: v for k, v in kwargs.items() if k != "out"} if "out" in kwargs else kwargs
+        tensors = tensors_in(args[:1] if name in PATTERNS else (*args, *read.values()))
+        data: list[tuple[Tensor, Mark]] = []
+        weights: list[tuple[Tensor, Weight]] = []
+        routed = False
+        for t in tensors:
+            if (mark := self.marks.get(t)) is None and not (name == "setitem" and self.marking.wrote(t, args)):
+                mark = self.marking.alias(t)
+            if mark is not None:
+                if name in ROUTING and routes(name, t, mark, args, self.marks.get):
+                    routed = True
+                else:
+                    data.append((t, mark))
+            elif (weight := self.weights.get(t)) is not None:
+                if weight.is_data:
+                    data.append((t, self.marks.recalled(t) or Lost("code that was not seen")))
+                else:
+                    weights.append((t, weight))
+        return tensors, data, weights, routed
 
     def _opaque(self, func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
         """A question about a tensor; a hook on one is followed, a copy of one has its samples."""
@@ -190,9 +236,16 @@ class Intercept(TorchFunctionMode):
         return out
 
     def _meet(
-        self, func: Callable, name: str, args: tuple, kwargs: dict, data: list[tuple[Tensor, Mark]], weights: list
+        self,
+        func: Callable,
+        name: str,
+        args: tuple,
+        kwargs: dict,
+        data: list[tuple[Tensor, Mark]],
+        weights: list,
+        key: Any = None,
     ) -> Any:
-        """Runs the op by its rule and taps its result."""
+        """Runs the op by its rule and taps its result; what is found out is remembered by the key."""
         meeting = self._meeting(func, name, args, kwargs, data, weights)
         y = NotImplemented
         if func in RULES:
@@ -208,12 +261,15 @@ class Intercept(TorchFunctionMode):
             return y
         if y is None:  # written into an argument, which keeps its samples
             return None
-        mark = flow(Call(name, func, args, kwargs, y, data))
+        mark = flow(Call(name, func, args, kwargs, y, data), key)
         if isinstance(mark, Several):
             (mark,) = mark
         if not isinstance(mark, Layout) or mark.has_strays:
             refuse(name, mark, weights)
         if meeting.uses:
+            known = recalled(key)
+            if known is not None and known.mark is mark and known.recipe is not False and func in RULES:
+                known.recipe = recipe_of(RULES[func], meeting, y) or False
             y = self.tap(meeting, y)
         self.marks.set(y, mark)
         return y
@@ -263,37 +319,32 @@ class Intercept(TorchFunctionMode):
         self, func: Callable, name: str, args: tuple, kwargs: dict, data: list[tuple[Tensor, Mark]], weights: list
     ) -> Meeting:
         layouts = {id(t): layout for t, layout in self._layouts(name, data, weights)}
-        weight_ids = {id(t) for t, _ in weights}
-        return Meeting(
-            name,
-            func,
-            args,
-            kwargs,
-            layout_of=lambda t: layouts.get(id(t)),
-            is_weight=lambda t: id(t) in weight_ids,
-            taps=self,
-            first_layout=next(iter(layouts.values())),
-        )
+        return Meeting(name, func, args, kwargs, layouts, {id(t) for t, _ in weights}, self)
 
     def tap(self, meeting: Meeting, t: Tensor) -> Tensor:
+        uses, meeting.uses = meeting.uses, []
+        return self._tapped(t, uses, meeting.name, meeting.how, meeting.first_layout)
+
+    def _tapped(self, t: Tensor, uses: list[Use], name: str, how: str, layout: Layout) -> Tensor:
         kept: list[Tensor] = []
-        uses = []
-        for use in meeting.uses:
+        places_of: dict[int, int] = {}
+        handed = []
+        note = note_of(name, how, layout, t.dtype)
+        for use in uses:
             places = []
             for one in use.keep:
-                place = next((i for i, other in enumerate(kept) if other is one), len(kept))
+                place = places_of.setdefault(id(one), len(kept))
                 if place == len(kept):
                     kept.append(one)
                 places.append(place)
             targets = self.weights.targets(use.weight)
-            self.recorder.note(targets, Note(meeting.name, meeting.how, meeting.first_layout, t.dtype))
-            uses.append((targets, use.factor_of, places))
-        meeting.uses.clear()
-        return Tap.apply(t, self.recorder.anchor, self.recorder, uses, *kept)  # type: ignore[return-value]
+            self.recorder.note(targets, note)
+            handed.append((targets, use.factor_of, places))
+        return apply_tap(t, self.recorder.anchor, self.recorder, handed, *kept)
 
     def gate(self, meeting: Meeting, weight: Tensor, spread: Tensor, factor_of: FactorOf) -> Tensor:
         targets = self.weights.targets(weight)
-        self.recorder.note(targets, Note(meeting.name, meeting.how, meeting.first_layout, spread.dtype))
+        self.recorder.note(targets, note_of(meeting.name, meeting.how, meeting.first_layout, spread.dtype))
         return Gate.apply(spread, self.recorder.anchor, self.recorder, targets, factor_of)  # type: ignore[return-value]
 
     def _foreign(
@@ -312,7 +363,7 @@ class Intercept(TorchFunctionMode):
             weight = ExpandedWeight(t, layout.num_samples, self.recorder.loss_reduction)
             weight.batch_first = axis == 0
             targets = self.weights.targets(t)
-            self.recorder.note(targets, Note(name, "foreign", layout, t.dtype))
+            self.recorder.note(targets, note_of(name, "foreign", layout, t.dtype))
             weight.deliver = self._deliver_dense(targets, get_gradient_edge(weight).node)
             expanded[id(t)] = weight
         values = [expanded.get(id(a), a) for a in (*args, *kwargs.values())]

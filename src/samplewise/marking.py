@@ -1,14 +1,17 @@
 """Marks on the results of ops, and on memory that several tensors share."""
 
 import weakref
+from typing import Any
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from samplewise.flow import Call, Several, flow, is_in_place, tensors_in, written
+from samplewise.flow.memory import Known, shapes_of
 from samplewise.samples import Layout, Lost, Mark, Marks, has_memory, same_ids
 from samplewise.tap import Recorder
 from samplewise.tracing import untraced
+from samplewise.weights import Weight
 
 
 class Marking:
@@ -19,6 +22,11 @@ class Marking:
         self._looked_at: Marks[bool] = Marks()
         self._written: dict[int, tuple[StorageWeakRef, weakref.ref[Tensor]]] = {}
         """Memory that data was written into in place, and the tensor through which it was."""
+
+    @property
+    def has_writes(self) -> bool:
+        """Whether data was written into memory in place, so that tensors may hold samples unmarked."""
+        return bool(self._written)
 
     def mark(self, call: Call) -> None:
         """Marks the results of an op on data."""
@@ -39,6 +47,23 @@ class Marking:
             each = mark[i] if isinstance(mark, Several) else mark
             if each is not None:
                 self._set(t, each, in_place=is_in_place(call.func) or "out" in call.kwargs)
+
+    def mark_again(self, out: Any, known: Known) -> bool:
+        """Marks the results of an op not in place as those of a call like it were; False if their shapes are others."""
+        shapes, mark = known.shapes, known.mark
+        if isinstance(out, Tensor) and isinstance(mark, Layout):
+            if out.shape != shapes:
+                return False
+            self.marks.set(out, mark)
+            return True
+        results = tensors_in((out,))
+        if mark is None or shapes_of(results) != shapes:
+            return False
+        for i, t in enumerate(results):
+            each = mark[i] if isinstance(mark, Several) else mark
+            if each is not None:
+                self.marks.set(t, each)
+        return True
 
     def _mark_written(self, call: Call) -> None:
         target = call.args[0]
@@ -86,6 +111,35 @@ class Marking:
         if mark is not None:
             self.marks.set(t, mark)
         return mark
+
+
+WEIGHT = "weight"
+
+
+class Look:
+    """One look at the tensors of a call, as long as they are of the simple kinds."""
+
+    __slots__ = ("_marking", "data", "weights")
+
+    def __init__(self, marking: Marking):
+        self._marking = marking
+        self.data: list[tuple[Tensor, Mark]] = []
+        self.weights: list[tuple[Tensor, Weight]] = []
+
+    def __call__(self, t: Tensor) -> Any:
+        """The layout of data, WEIGHT for a captured parameter, None for a known constant; NotImplemented for anything else."""
+        marking = self._marking
+        mark = marking.marks.get(t)
+        if mark is not None:
+            self.data.append((t, mark))
+            return mark if isinstance(mark, Layout) else NotImplemented
+        if marking.has_writes:
+            return NotImplemented
+        weight = marking.weights.of_parameter(t)
+        if weight is not None:
+            self.weights.append((t, weight))
+            return WEIGHT
+        return None if not t.requires_grad and marking.recorder.constants.get(t) else NotImplemented
 
 
 @untraced

@@ -8,7 +8,7 @@ from torch import Tensor
 from samplewise.answers import Answers
 from samplewise.factors.base import Factor, squares
 from samplewise.planner import Planner
-from samplewise.precision import wide
+from samplewise.precision import wide, wide_dtype
 from samplewise.projections import Projector, projector_of
 from samplewise.tracing import doubt, is_tracing
 
@@ -97,7 +97,7 @@ class ParameterGrads(Answers[Tensor]):
         return factor.weighted_sum(ones)
 
     def _weighted_sum(self, keep: Tensor | None, w: Tensor) -> Tensor:
-        is_half = wide(self._parameter[:0]).dtype != self._parameter.dtype
+        is_half = wide_dtype(self._parameter) != self._parameter.dtype
         return self._wide_weighted_sum(keep, w, rounded=is_half).to(self._parameter.dtype)
 
     def _wide_weighted_sum(self, keep: Tensor | None, w: Tensor, *, rounded: bool = False) -> Tensor:

@@ -132,6 +132,7 @@ def costs(use: Use, rates: Rates) -> Mapping[str, Cost]:
     }
 
 
+@lru_cache(maxsize=4096)
 def choose(use: Use, rates: Rates, *, spare: int = 0, pinned: str | None = None) -> Choice:
     """The quickest route that holds at most `spare` bytes more than the factor does.
 

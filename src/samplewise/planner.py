@@ -1,6 +1,6 @@
 """The plan of one capture: which route each use takes, within the memory that the capture may take."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import reduce
@@ -8,7 +8,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from samplewise.factors.base import Factor
+from samplewise.factors import together
+from samplewise.factors.base import Factor, Hasty, mended
 from samplewise.plan import ROUTES, Choice, Rates, Use, choose, measured_rates, num_bytes
 from samplewise.tracing import is_tracing
 
@@ -48,6 +49,31 @@ class Planner:
         if self.memory is None or factor.num_samples == 0:
             return factor.sq_norms(route)
         return torch.cat([part.sq_norms(route) for _, part in factor.chunks(self._chunk_bytes)])
+
+    def sq_norms_of_all(self, factors: Mapping[str, Factor]) -> list[Tensor]:
+        """Squared norms that add up to those over all these parameters, by few ops and with one look at what is doubtful."""
+        small, others = together.small(factors) if self.memory is None else ([], dict(factors))
+        hasty = [
+            factor.hasty_sq_norms(self._norm_route(name, factor))
+            if self.memory is None
+            else Hasty(self.sq_norms(name, factor))
+            for name, factor in others.items()
+        ]
+        return [*(part.sq_norms() for part in small), *mended(hasty)]
+
+    def weighted_sums(
+        self, factors: Mapping[str, Factor], w_B: Tensor, keep: Tensor | None, *, rounded: Collection[str] = ()
+    ) -> dict[str, Tensor]:
+        """{name: sum_b w[b] G[b]} of the samples `keep`, or all, for which w holds the weights; these may be `rounded`."""
+        small, others = together.small(factors) if self.memory is None else ([], dict(factors))
+        sums: dict[str, Tensor] = {}
+        for part in small:
+            sums |= part.weighted_sums(*_there(w_B, keep, part.device))
+        for name, factor in others.items():
+            w, samples = _there(w_B, keep, factor.tensors()[0].device)
+            factor = factor if samples is None else factor.select(samples)
+            sums[name] = self.weighted_sum(factor, w, rounded=name in rounded)
+        return {name: sums[name] for name in factors}
 
     def weighted_sum(self, factor: Factor, w_B: Tensor, *, rounded: bool = False) -> Tensor:
         """What the factor's `weighted_sum` gives, within the budget."""
@@ -90,6 +116,10 @@ class Planner:
             rates = replace(rates, latency=0.0)  # a compiled op does not pass through Python
         self._choices[name] = choose(use, rates, spare=self._spare, pinned=pinned)
         return self._choices[name]
+
+
+def _there(w_B: Tensor, keep: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    return w_B.to(device), None if keep is None else keep.to(device)
 
 
 def device_of(parameters: Mapping[str, Tensor]) -> str:

@@ -3,10 +3,17 @@
 import torch
 from torch import Tensor
 
+HALF = (torch.float16, torch.bfloat16)
+
 
 def wide(t: Tensor) -> Tensor:
     """`t` in the dtype that sums are accumulated in: float32 for half precision, otherwise its own."""
-    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+    return t.float() if t.dtype in HALF else t
+
+
+def wide_dtype(t: Tensor) -> torch.dtype:
+    """The dtype of `wide(t)`."""
+    return torch.float32 if t.dtype in HALF else t.dtype
 
 
 def wide_product(x: Tensor, y: Tensor) -> Tensor:

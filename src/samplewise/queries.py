@@ -15,6 +15,7 @@ from samplewise.factors.base import Factor, squares
 from samplewise.factors.total import join
 from samplewise.parameter import ParameterGrads, kept, runs
 from samplewise.plan import Rates
+from samplewise.precision import HALF
 from samplewise.projections import Projector, projector_of
 from samplewise.second import SecondPass
 
@@ -79,7 +80,7 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
     def sq_norms(self, *, groups: Groups | None = None) -> Tensor | dict[str, Tensor]:
         """n with n[b] = sum |G[b]|² over all captured parameters, shape [B]; {group: n} with `groups`, as in `norms`."""
         if groups is None:
-            return self._added([self[name].sq_norms() for name in self])
+            return self._added(self._planner.sq_norms_of_all(self._all_joined())) * self._factor_scale**2
         of = {name: self[name].sq_norms() for name in self}
         none = torch.zeros_like(self._added(list(of.values())))
         return {
@@ -120,7 +121,11 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
         keep, w = kept(w, self.batch_size)
         if self.keep == "graph":
             return self._by_second_backward(keep, w)
-        return {name: self[name]._weighted_sum(keep, w) for name in self}
+        if len(w) == 0:
+            return {name: torch.zeros_like(self.parameters[name]) for name in self}
+        half = {name for name, p in self.parameters.items() if p.dtype in HALF}
+        sums = self._planner.weighted_sums(self._all_joined(), w * self._factor_scale, keep, rounded=half)
+        return {name: total.to(self.parameters[name].dtype) for name, total in sums.items()}
 
     def clipped_sum(self, *, max_norm: float | Mapping[str, float], groups: Groups | None = None) -> dict[str, Tensor]:
         """{name: sum_b min(1, max_norm / ‖G[b]‖) G[b]}, each like its parameter.
@@ -271,6 +276,9 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
         for name in names:
             self._factors[name] = []
             self._versions[name] = []
+
+    def _all_joined(self) -> dict[str, Factor]:
+        return {name: self._joined(name) for name in self}
 
     def _joined(self, name: str) -> Factor:
         for tensor, version in self._versions[name]:

@@ -28,7 +28,7 @@ class Layout:
     [[0], [1], [2]]
     """
 
-    __slots__ = ("__dict__", "discrete", "ids", "num_samples")
+    __slots__ = ("__dict__", "__weakref__", "discrete", "ids", "num_samples")
 
     def __init__(self, ids: Tensor, num_samples: int, *, discrete: bool = False):
         self.ids = ids
@@ -95,6 +95,17 @@ class Layout:
         return self._folds[features]
 
 
+_ONE_EACH: weakref.WeakValueDictionary[Any, Layout] = weakref.WeakValueDictionary()
+
+
+def one_each(layout: Layout) -> Layout:
+    """The layout, as one object for all that are equal, so that what is known of one is known of all."""
+    if layout.ids.numel() > 1 << 16:
+        return layout
+    key = (layout.num_samples, layout.discrete, layout.ids.shape, layout.ids.numpy().tobytes())
+    return _ONE_EACH.setdefault(key, layout)
+
+
 @untraced
 def same_ids(layout: Layout, other: Layout) -> bool:
     """Whether the two put the same samples in the same places."""
@@ -120,10 +131,13 @@ class Fold:
         """The dimension along which sample b lies at place b."""
         self.folded: tuple[int, tuple[int, int], int] | None = None
         """(dimension, its sizes once unfolded, which of them counts samples) where rows are folded as (B·T) or (T·B)."""
+        self.is_leading = False
+        """Whether samples already come one after the other, so that a view will do."""
         if len(full) == 1:
             self._find_axis(full[0], ids.flatten())
         elif num_samples == 1 and not full and ids.ndim and int(ids.flatten()[0]) == 0:
             self.axis = 0
+        self.is_leading = self.axis == 0 or (self.folded is not None and self.folded[0] == self.folded[2] == 0)
 
     def _find_axis(self, dim: int, ids: Tensor) -> None:
         B, num_rows = self.num_samples, len(ids)
@@ -140,6 +154,8 @@ class Fold:
     def __call__(self, t: Tensor) -> Tensor:
         B, lead, features = self.num_samples, t.shape[: self.ids.ndim], t.shape[self.ids.ndim :]
         num_positions = lead.numel() // B if B else 0
+        if self.is_leading:
+            return t.reshape(B, num_positions, *features)
         if self.axis is not None:
             return t.movedim(self.axis, 0).reshape(B, num_positions, *features)
         if self.folded is not None:
@@ -207,11 +223,15 @@ M = TypeVar("M")
 
 
 class Marks(Generic[M]):
-    """Marks by tensor identity, dropped when the tensor dies."""
+    """Marks by tensor identity; a mark goes when its tensor has died, at once or when there are many such.
 
-    def __init__(self) -> None:
+    Marks that hold on to something (`at_once`) are dropped by a callback of the tensor, which costs more than the mark itself.
+    """
+
+    def __init__(self, *, at_once: bool = False) -> None:
         self._entries: dict[int, tuple[weakref.ref[Tensor], M]] = {}
         self._on_memory: dict[Any, tuple[StorageWeakRef, M]] = {}
+        self._at_once, self._max_entries = at_once, 4096
 
     def get(self, t: Tensor) -> M | None:
         entry = self._entries.get(id(t))
@@ -228,16 +248,26 @@ class Marks(Generic[M]):
         return [other for other in others if other.untyped_storage()._cdata == memory]
 
     def set(self, t: Tensor, mark: M) -> None:
-        key, entries = id(t), self._entries
+        self._entries[id(t)] = (weakref.ref(t, self._forgetting(id(t))) if self._at_once else weakref.ref(t), mark)
+        if len(self._entries) > self._max_entries:
+            self._sweep()
+        if (not t.requires_grad or torch._C._current_graph_task_id() != -1) and has_memory(t):
+            self._on_memory[_memory(t)] = (StorageWeakRef(t.untyped_storage()), mark)
+
+    def _forgetting(self, key: int) -> Callable[[weakref.ref], None]:
+        entries = self._entries
 
         def forget(ref: weakref.ref) -> None:
             entry = entries.get(key)
             if entry is not None and entry[0] is ref:
                 del entries[key]
 
-        entries[key] = (weakref.ref(t, forget), mark)
-        if (torch._C._current_graph_task_id() != -1 or not t.requires_grad) and has_memory(t):
-            self._on_memory[_memory(t)] = (StorageWeakRef(t.untyped_storage()), mark)
+        return forget
+
+    def _sweep(self) -> None:
+        for key in [key for key, (ref, _) in list(self._entries.items()) if ref() is None]:
+            self._entries.pop(key, None)
+        self._max_entries = max(4096, 2 * len(self._entries))
 
     def recalled(self, t: Tensor) -> M | None:
         """The mark that another tensor on the same memory had, itself perhaps gone.

@@ -1,6 +1,7 @@
 """Where gradients leave autograd: the nodes that hand the gradient of an op over to its uses."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,10 @@ class Note:
     layout: Layout
     dtype: torch.dtype
     """In which the op gave its result."""
+
+
+note_of = lru_cache(maxsize=1024)(Note)
+"""The Note of these, one object for all uses alike."""
 
 
 class Recorder(Protocol):
@@ -76,6 +81,10 @@ class Tap(torch.autograd.Function):
                 for targets, factor_of, places in ctx.uses:
                     ctx.recorder.deliver(targets, factor_of(g, *(kept[i] for i in places)))
         return g, *[None] * (3 + ctx.num_kept)
+
+
+apply_tap: Any = super(torch.autograd.Function, Tap).apply  # type: ignore[misc]
+"""Tap.apply without what torch does there for transforms, in which captured parameters are refused."""
 
 
 class Gate(torch.autograd.Function):

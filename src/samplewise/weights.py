@@ -17,7 +17,7 @@ from samplewise.samples import Marks
 Pull = Callable[[Factor], Factor]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Weight:
     """A value that depends on parameters and not on the batch.
 
@@ -40,28 +40,33 @@ class Weights:
 
     def __init__(self, parameters: dict[str, Tensor], anchor_node: Any):
         self.parameters, self._anchor_node = parameters, anchor_node
-        self._known: Marks[Weight] = Marks()
-        self.nodes = {name: get_gradient_edge(parameter).node for name, parameter in parameters.items()}
+        self._of_parameter = {id(p): Weight(frozenset([name]), _as_it_is, None) for name, p in parameters.items()}
+        self._derived: Marks[Weight] = Marks(at_once=True)  # they hold a part of the graph
+        with torch.enable_grad():
+            self.nodes = {name: _node(parameter) for name, parameter in parameters.items()}
         """Where ordinary gradients of each parameter would be accumulated."""
         self._name_of_node = {node: name for name, node in self.nodes.items()}
-        for name, parameter in parameters.items():
-            self._known.set(parameter, Weight(frozenset([name]), lambda factor: factor, None))
+
+    def of_parameter(self, t: Tensor) -> Weight | None:
+        """The weight that `t` is if it is a captured parameter itself, as it was."""
+        weight = self._of_parameter.get(id(t))
+        return weight if weight is not None and t.requires_grad and t.grad_fn is None else None
 
     def get(self, t: Tensor) -> Weight | None:
         """The weight that `t` is, or None; `t` carries no mark of the batch."""
         if not t.requires_grad:
             return None
-        weight = self._known.get(t)
+        weight = self._of_parameter.get(id(t)) or self._derived.get(t)
         if weight is None or weight.node is not t.grad_fn:
             behind = _nodes_behind(t)
             roots = frozenset(name for node, name in self._name_of_node.items() if node in behind)
             weight = Weight(roots, None, t.grad_fn, is_data=self._anchor_node in behind)
-            self._known.set(t, weight)
+            self._derived.set(t, weight)
         return weight if weight.roots or weight.is_data else None
 
     def is_known(self, t: Tensor) -> bool:
         """Whether `t` is a parameter or was derived in sight."""
-        return self._known.get(t) is not None
+        return id(t) in self._of_parameter or self._derived.get(t) is not None
 
     def derive(
         self,
@@ -79,7 +84,7 @@ class Weights:
         pull = None
         if len(sources) == 1 and sources[0][1].pull is not None:
             pull = _pull_rows(rows, *sources[0]) if rows is not None else _pull_through(name, *sources[0], t)
-        self._known.set(t, Weight(roots, pull, t.grad_fn, is_picked))
+        self._derived.set(t, Weight(roots, pull, t.grad_fn, is_picked))
 
     def targets(self, t: Tensor) -> list[tuple[str, Pull]]:
         """For each parameter behind `t`: its name, and how a factor of `t` becomes one of the parameter."""
@@ -111,6 +116,15 @@ class Weights:
         """Whether an unmarked tensor depends on the batch through code that was not seen."""
         weight = self.get(t)
         return weight is not None and weight.is_data
+
+
+def _node(t: Tensor) -> Any:
+    """The node of `get_gradient_edge(t)`, with grad enabled, in a third of its time."""
+    return t.view_as(t).grad_fn.next_functions[0][0] if t.grad_fn is None else t.grad_fn  # type: ignore[union-attr]
+
+
+def _as_it_is(factor: Factor) -> Factor:
+    return factor
 
 
 def _nodes_behind(t: Tensor) -> set[Any]:

@@ -1,13 +1,14 @@
 """What every factor answers, with a default for each answer built on `materialize`."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from samplewise.plan import CHUNK_BYTES, Use
-from samplewise.precision import wide
+from samplewise.precision import wide, wide_dtype
 from samplewise.tracing import doubt, is_tracing
 
 CHUNK_ELEMENTS = 1 << 24
@@ -27,7 +28,7 @@ def flat(t: Tensor) -> Tensor:
 def sq_lengths(t: Tensor) -> Tensor:
     """n with n[b] = sum |t[b]|², shape [B], in float32 or better; no square is stored."""
     rows = flat(t)
-    return torch.linalg.vector_norm(rows, dim=1, dtype=wide(rows[:0]).dtype).square()
+    return torch.linalg.vector_norm(rows, dim=1, dtype=wide_dtype(rows)).square()
 
 
 def squares(t: Tensor) -> Tensor:
@@ -35,20 +36,44 @@ def squares(t: Tensor) -> Tensor:
     return t.real.square() + t.imag.square() if t.is_complex() else wide(t).square()
 
 
-def mended(sq_norms: Tensor, terms: Tensor, exactly: Callable[[Tensor], Tensor]) -> Tensor:
-    """sq_norms, with those recomputed by `exactly(samples)` that are small against the terms they are a sum of.
+@dataclass
+class Hasty:
+    """Squared norms of which some may have lost their digits, and how those are taken without loss."""
 
-    A sum that cancels down to a thousandth of its terms has lost three digits, down to 1e-7 of them all digits, in
-    float32; too low a norm would break a privacy bound.
-    """
-    is_doubtful = sq_norms < 1e-3 * terms
+    n: Tensor
+    is_doubtful: Tensor | None = None
+    exactly: Callable[[Tensor], Tensor] | None = None
+
+    @classmethod
+    def of_terms(cls, n: Tensor, terms: Tensor, exactly: Callable[[Tensor], Tensor]) -> "Hasty":
+        """Those are doubtful that are small against the terms they are a sum of.
+
+        A sum that cancels down to a thousandth of its terms has lost three digits, down to 1e-7 of them all digits, in
+        float32; too low a norm would break a privacy bound.
+        """
+        return cls(n, n < 1e-3 * terms, exactly)
+
+
+def mended(norms: Sequence[Hasty]) -> list[Tensor]:
+    """The squared norms, those that are doubtful taken exactly. All are looked at at once: on a GPU a look waits for it."""
+    out = [hasty.n for hasty in norms]
+    doubted = [(i, hasty.is_doubtful) for i, hasty in enumerate(norms) if hasty.is_doubtful is not None]
+    if not doubted:
+        return out
     if is_tracing():
-        doubt(is_doubtful.any())
-        return sq_norms
-    doubtful = is_doubtful.nonzero().squeeze(1)
-    if len(doubtful):
-        sq_norms = sq_norms.index_copy(0, doubtful, exactly(doubtful).to(sq_norms.dtype))
-    return sq_norms
+        for _, is_doubtful in doubted:
+            doubt(is_doubtful.any())
+        return out
+    flags = torch.stack([is_doubtful.to(doubted[0][1].device) for _, is_doubtful in doubted])
+    places: dict[int, list[int]] = {}
+    for row, sample in flags.nonzero().tolist():
+        places.setdefault(doubted[row][0], []).append(sample)
+    for i, samples in places.items():
+        exactly, n = norms[i].exactly, out[i]
+        assert exactly is not None
+        at = torch.tensor(samples, device=n.device)
+        out[i] = n.index_copy(0, at, exactly(at).to(n.dtype))
+    return out
 
 
 class Factor(ABC):
@@ -112,6 +137,10 @@ class Factor(ABC):
         """n with n[b] = sum |G[b]|², shape [B], in float32 or better; `route` is one of `plan.ROUTES`, for factors with a choice."""
         parts = [sq_lengths(part.materialize()) for _, part in self.chunks()]
         return torch.cat(parts) if len(parts) != 1 else parts[0]
+
+    def hasty_sq_norms(self, route: str | None = None) -> Hasty:
+        """As `sq_norms`, but for what is doubtful, so that it can be looked at for many factors at once."""
+        return Hasty(self.sq_norms(route))
 
     def weighted_sum(self, w_B: Tensor, *, rounded: bool = False) -> Tensor:
         """sum_b w[b] * G[b], shape [*shape], in float32 or better, or `rounded` to the op's dtype where that is quicker.

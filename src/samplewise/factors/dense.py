@@ -1,9 +1,11 @@
 """Gradients that are already there as [B, *shape]: biases, norm scales, broadcasts."""
 
+import math
+
 from torch import Tensor
 
 from samplewise.factors.base import Factor, flat, sq_lengths
-from samplewise.precision import wide
+from samplewise.precision import wide, wide_dtype
 from samplewise.tracing import is_tracing
 
 
@@ -19,11 +21,12 @@ class Dense(Factor):
         self.G = G
         self.num_samples = G.shape[0]
         self.shape = tuple(G.shape[1:])
+        self.num_elements = math.prod(self.shape)
 
     @classmethod
     def of_sum(cls, t: Tensor, dims: int | tuple[int, ...] = 1) -> "Dense":
         """The factor of t [B, ...] summed over these dimensions, in float32 or better."""
-        return cls(t.sum(dims, dtype=wide(t[:0]).dtype))
+        return cls(t.sum(dims, dtype=wide_dtype(t)))
 
     def materialize(self) -> Tensor:
         return self.G

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from samplewise.factors.base import Factor, arrange, fitting, mended, sq_lengths, squares
+from samplewise.factors.base import Factor, Hasty, arrange, fitting, mended, sq_lengths, squares
 from samplewise.kernels.backend import has_kernel
 from samplewise.kernels.direct_norm import direct_sq_norms
 from samplewise.kernels.gram_norm import gram_sq_norms
 from samplewise.plan import TILE, Use, norm_route
-from samplewise.precision import wide, wide_product
+from samplewise.precision import wide, wide_dtype, wide_product
 
 
 class Outer(Factor):
@@ -60,17 +60,20 @@ class Outer(Factor):
 
     def use(self) -> Use:
         (B, T, G, I), O = self.a.shape, self.g.shape[-1]
-        held = sum(t.numel() * t.element_size() for t in self.tensors())
+        held = self.a.nbytes + self.g.nbytes
         return Use(B, T, G, I, O, self.g.element_size(), held)
 
     def sq_norms(self, route: str | None = None) -> Tensor:
+        return mended([self.hasty_sq_norms(route)])[0]
+
+    def hasty_sq_norms(self, route: str | None = None) -> Hasty:
         if self.a.shape[1] == 1:  # one position: |g ⊗ a|² = |g|² |a|²
-            return (squares(self.a).sum(-1) * squares(self.g).sum(-1)).sum((1, 2))
+            return Hasty((squares(self.a).sum(-1) * squares(self.g).sum(-1)).sum((1, 2)))
         if (route or norm_route(self.use())) != "gram":
-            return self._direct_sq_norms()
+            return Hasty(self._direct_sq_norms())
         if self._has_kernel():
             norms, terms = gram_sq_norms(*self._rows())
-            return mended(norms, terms, lambda doubtful: self.select(doubtful)._direct_sq_norms())
+            return Hasty.of_terms(norms, terms, self._direct_sq_norms_of)
         (_, T, G, I), O = self.a.shape, self.g.shape[-1]
         copied = T * G * (I + O) if self.g.element_size() < 4 and not self.g.is_cuda else 0
         step = self.num_at_once(2 * G * min(T, TILE) ** 2 + copied)
@@ -78,11 +81,11 @@ class Outer(Factor):
         parts = [_gram_sq_norms(self.a[b : b + step], self.g[b : b + step]) for b in starts]
         norms, terms = (torch.cat(column) for column in zip(*parts, strict=True))
         # Positions that cancel leave the rounding of large terms behind: those samples are taken directly.
-        return mended(norms, terms, lambda doubtful: self.select(doubtful)._direct_sq_norms())
+        return Hasty.of_terms(norms, terms, self._direct_sq_norms_of)
 
     def weighted_sum(self, w_B: Tensor, *, rounded: bool = False) -> Tensor:
         a, g = (self.a, self.g) if self.g.is_cuda else (wide(self.a), wide(self.g))
-        w = w_B.to(wide(g[:0]).real.dtype).reshape(-1, 1, 1, 1)
+        w = w_B.to(wide_dtype(g).to_real()).reshape(-1, 1, 1, 1)
         a, g = ((a * w).to(a.dtype), g) if a.shape[-1] < g.shape[-1] else (a, (g * w).to(g.dtype))
         if g.stride(0) < g.stride(1):  # sequence first, as in recurrent layers: the product need not copy it
             a, g = a.transpose(0, 1), g.transpose(0, 1)
@@ -133,7 +136,7 @@ class Outer(Factor):
         (B, T, G, I), O, (C, S) = self.a.shape, self.g.shape[-1], other.a.shape[:2]
         if B * T * C * S * (I + O) > (B * T + C * S + B * C) * I * O:
             return None
-        dtype = torch.promote_types(wide(self.g[:0]).dtype, wide(other.g[:0]).dtype)
+        dtype = torch.promote_types(wide_dtype(self.g), wide_dtype(other.g))
         a, g, a2, g2 = (t.to(dtype).permute(2, 0, 1, 3) for t in (self.a, self.g, other.a, other.g))  # [G, B, T, ·]
         step_C = fitting(G * T * S)
         step_B = fitting(G * T * S * min(step_C, C))
@@ -162,7 +165,7 @@ class Outer(Factor):
         exact, center = self._with(self.a.to(dtype), self.g.to(dtype)), center.to(dtype)
         total = exact.weighted_sum(torch.ones(self.num_samples, dtype=torch.float64, device=self.g.device))
         cross = (center.conj() * (2 * total - self.num_samples * center)).real
-        return (exact.square_sum() - cross).clamp(min=0).to(wide(self.g[:0]).real.dtype)
+        return (exact.square_sum() - cross).clamp(min=0).to(wide_dtype(self.g).to_real())
 
     def two_sided(self, left_OK: Tensor | None, right_IK: Tensor | None) -> Tensor:
         """(g left)ᵀ (a right): both sides are projected before they meet."""
@@ -198,6 +201,9 @@ class Outer(Factor):
     def _rows(self) -> tuple[Tensor, Tensor]:
         """a [B, T, I] and g [B, T, O] of the only group."""
         return self.a[:, :, 0], self.g[:, :, 0]
+
+    def _direct_sq_norms_of(self, samples: Tensor) -> Tensor:
+        return self.select(samples)._direct_sq_norms()
 
     def _direct_sq_norms(self) -> Tensor:
         if self._has_kernel():

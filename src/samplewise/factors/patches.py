@@ -12,7 +12,7 @@ from samplewise.factors.outer import Outer
 from samplewise.kernels.backend import has_kernel
 from samplewise.kernels.conv_norm import conv_sq_norms
 from samplewise.plan import Use, norm_route
-from samplewise.precision import wide
+from samplewise.precision import wide, wide_dtype
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Patches(Factor):
             if self.g.is_cuda and rounded
             else (wide(self.g), lambda x: wide(x).flatten(0, 1))
         )
-        g = (g * w_B.reshape(-1, *[1] * (g.ndim - 1)).to(wide(g[:0]).dtype)).to(g.dtype).flatten(0, 1)
+        g = (g * w_B.reshape(-1, *[1] * (g.ndim - 1)).to(wide_dtype(g))).to(g.dtype).flatten(0, 1)
         return self._weight_gradient(form, g, self.shape, self.geometry.groups)
 
     def materialize_wide(self) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from samplewise.factors.base import Factor, squares
-from samplewise.precision import wide
+from samplewise.precision import wide, wide_dtype
 
 
 class Rows(Factor):
@@ -23,7 +23,7 @@ class Rows(Factor):
         self.shape = (num_rows, g_BTD.shape[2])
 
     def materialize(self) -> Tensor:
-        G = self.g.new_zeros(self.num_samples, *self.shape, dtype=wide(self.g[:0]).dtype)
+        G = self.g.new_zeros(self.num_samples, *self.shape, dtype=wide_dtype(self.g))
         return G.scatter_add_(1, self.ids.unsqueeze(2).expand(self.g.shape), wide(self.g))
 
     def select(self, samples: Tensor | slice) -> "Rows":
@@ -108,5 +108,5 @@ class Rows(Factor):
         segment_of = torch.zeros_like(ids).scatter_(1, order, begins.cumsum(1) - 1)
         rows = torch.zeros_like(ids).scatter_(1, segment_of, self.ids)
         is_used = torch.zeros_like(ids, dtype=torch.bool).scatter_(1, segment_of, True)
-        sums = self.g.new_zeros(self.g.shape, dtype=wide(self.g[:0]).dtype)
+        sums = self.g.new_zeros(self.g.shape, dtype=wide_dtype(self.g))
         return rows, is_used, sums.scatter_add_(1, segment_of.unsqueeze(2).expand(self.g.shape), wide(self.g))

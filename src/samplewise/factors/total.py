@@ -6,7 +6,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from samplewise.factors.base import Factor, mended
+from samplewise.factors.base import Factor, Hasty, mended
 
 
 class Total(Factor):
@@ -29,12 +29,15 @@ class Total(Factor):
         return max(part.elements_per_sample() for part in self.parts)
 
     def sq_norms(self, route: str | None = None) -> Tensor:
+        return mended([self.hasty_sq_norms(route)])[0]
+
+    def hasty_sq_norms(self, route: str | None = None) -> Hasty:
         """sum_i |G_i|² + 2 sum_{i<j} <G_i, G_j>."""
         terms = total = reduce(torch.add, (part.sq_norms(route) for part in self.parts))
         for j, later in enumerate(self.parts):
             for earlier in self.parts[:j]:
                 total = total + 2 * earlier.inner(later)
-        return mended(total, terms, lambda doubtful: Factor.sq_norms(self.select(doubtful)))
+        return Hasty.of_terms(total, terms, lambda doubtful: Factor.sq_norms(self.select(doubtful)))
 
     def weighted_sum(self, w_B: Tensor, *, rounded: bool = False) -> Tensor:
         return reduce(torch.add, (part.weighted_sum(w_B, rounded=rounded) for part in self.parts))

@@ -51,6 +51,7 @@ from samplewise.flow.meets import (
     unpacked,
     varlen,
 )
+from samplewise.flow.memory import key_of, recalled, remember, shapes_of
 from samplewise.flow.moves import (
     added_along,
     broadcast,
@@ -70,17 +71,19 @@ from samplewise.flow.moves import (
     written,
 )
 from samplewise.flow.probe import probed
-from samplewise.samples import NO_SAMPLE, Layout, Lost, Mark, Mixed
+from samplewise.samples import NO_SAMPLE, Layout, Lost, Mark, Mixed, one_each
 from samplewise.tracing import untraced
 
 __all__ = [
     "ELEMENTWISE",
     "LOSSES",
     "PATTERNS",
+    "ROUTING",
     "Call",
     "Several",
     "aligned",
     "flow",
+    "flows_by_shapes",
     "is_in_place",
     "is_torchs",
     "moves",
@@ -124,23 +127,26 @@ def moves(name: str) -> bool:
 
 
 @untraced
-def flow(call: Call) -> Mark | Several | None:
-    """The mark of the call's results; remembered where it does not depend on values, as layers and steps repeat."""
-    key = _key(call)
-    if key is None:
+def flow(call: Call, key: Any = None) -> Mark | Several | None:
+    """The mark of the call's results; remembered where it does not depend on values, as layers and steps repeat.
+
+    `key` tells more of the call than its flow depends on, if that is to be remembered with it.
+    """
+    of_flow = _key(call)
+    if of_flow is None:
         return _found_flow(call)
-    if key not in REMEMBERED:
-        mark = _found_flow(call)
-        if isinstance(mark, Lost) or call.was_tried:
-            return mark
-        if len(REMEMBERED) >= MAX_REMEMBERED:
-            REMEMBERED.clear()
-        REMEMBERED[key] = mark
-    return REMEMBERED[key]
-
-
-REMEMBERED: dict[Any, Mark | Several | None] = {}
-MAX_REMEMBERED = 1024
+    key = of_flow if key is None else key
+    known, shapes = recalled(key), shapes_of(call.results or [call.out])
+    if known is not None and known.shapes == shapes:
+        return known.mark
+    mark = _found_flow(call)
+    if isinstance(mark, Lost) or call.was_tried:
+        return mark
+    if isinstance(mark, Several):
+        mark = Several([one_each(each) if isinstance(each, Layout) else each for each in mark])
+    mark = one_each(mark) if isinstance(mark, Layout) else mark
+    remember(key, shapes, mark)
+    return mark
 
 
 def _key(call: Call) -> Any:
@@ -153,21 +159,12 @@ def _key(call: Call) -> Any:
         return None
     if handler in (indexed, indexed_along) and len(tensors_in((*call.args, *call.kwargs.values()))) > 1:
         return None  # where an index puts rows is in its values
+    return key_of(call.func, call.args, call.kwargs, lambda t: marks.get(id(t)))
 
-    def spec(a: Any) -> Any:
-        if isinstance(a, Tensor):
-            return marks.get(id(a)), a.shape, a.dtype
-        if isinstance(a, list | tuple):
-            return tuple(map(spec, a))
-        return (slice, a.start, a.stop, a.step) if isinstance(a, slice) else (type(a), a)
 
-    outs = call.results or [call.out]
-    key = call.func, *map(spec, call.args), *((k, spec(a)) for k, a in call.kwargs.items()), *(t.shape for t in outs)
-    try:
-        hash(key)
-    except TypeError:  # a list as index, an array
-        return None
-    return key
+def flows_by_shapes(name: str) -> bool:
+    """Whether the flow through ops of that name may depend on marks, shapes and numbers alone, and so be remembered."""
+    return HANDLERS.get(name) in BY_SHAPES or moves(name)
 
 
 def _found_flow(call: Call) -> Mark | Several | None:
@@ -322,8 +319,9 @@ MOVES = (reshaped, permuted, expanded, repeated, indexed_along, indexed, concate
 
 BY_SHAPES = (
     elementwise, reduction, along_dim, images, pooled, contracted, last_dims, fourier, embedded, one_hot, paired_rows, cell,
+    attention,
 )  # fmt: skip
-"""Handlers of ops in which elements meet that look at shapes alone."""
+"""Handlers of ops in which elements meet that look at shapes alone, unless they say that the call was tried."""
 
 
 def unmarked(call: Call) -> None:

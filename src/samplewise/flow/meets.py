@@ -252,6 +252,7 @@ def attention(call: Call) -> Mark:
 
 def _packed_attention(call: Call) -> Mark:
     """Several samples in one sequence: the mask must let each see itself alone."""
+    call.was_tried = True
     layouts = {id(t): mark for t, mark in call.marks if isinstance(mark, Layout)}
     query, key, value = (call.arg(i, name) for i, name in enumerate(("query", "key", "value")))
     mask = call.arg(3, "attn_mask")

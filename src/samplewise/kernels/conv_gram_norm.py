@@ -9,7 +9,7 @@ from samplewise.kernels import reference
 from samplewise.kernels.backend import dot, has_kernel, jit, power_of_two, precision, tl
 from samplewise.kernels.conv_norm import check_images
 from samplewise.kernels.gram_norm import Config, gram_tile, pair_of_tiles, total_kernel
-from samplewise.precision import wide
+from samplewise.precision import wide_dtype
 
 
 @torch.library.custom_op("samplewise::conv_gram_sq_norms", mutates_args=())
@@ -38,7 +38,7 @@ def conv_gram_sq_norms(
 
 @conv_gram_sq_norms.register_fake
 def _(x_BCHW, g_BOHW, kernel, stride, padding, dilation, groups):
-    n = g_BOHW.new_empty(g_BOHW.shape[0], dtype=wide(g_BOHW[:0]).dtype)
+    n = g_BOHW.new_empty(g_BOHW.shape[0], dtype=wide_dtype(g_BOHW))
     return n, torch.empty_like(n)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from samplewise.kernels import reference
 from samplewise.kernels.backend import dot, has_kernel, jit, power_of_two, precision, tl
-from samplewise.precision import wide
+from samplewise.precision import wide_dtype
 
 
 @torch.library.custom_op("samplewise::conv_per_sample", mutates_args=())
@@ -62,7 +62,7 @@ def _(x_BCHW, g_BOHW, kernel, stride, padding, dilation, groups):
 
 @conv_sq_norms.register_fake
 def _(x_BCHW, g_BOHW, kernel, stride, padding, dilation, groups):
-    return g_BOHW.new_empty(g_BOHW.shape[0], dtype=wide(g_BOHW[:0]).dtype)
+    return g_BOHW.new_empty(g_BOHW.shape[0], dtype=wide_dtype(g_BOHW))
 
 
 def _empty_gradients(x_BCHW: Tensor, g_BOHW: Tensor, kernel: Sequence[int], groups: int) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from samplewise.kernels import reference
 from samplewise.kernels.backend import check_positions, dot, has_kernel, jit, power_of_two, precision, tl
-from samplewise.precision import wide
+from samplewise.precision import wide_dtype
 
 
 @torch.library.custom_op("samplewise::direct_sq_norms", mutates_args=())
@@ -25,7 +25,7 @@ def direct_sq_norms(a_BTI: Tensor, g_BTO: Tensor) -> Tensor:
 
 @direct_sq_norms.register_fake
 def _(a_BTI: Tensor, g_BTO: Tensor) -> Tensor:
-    return a_BTI.new_empty(a_BTI.shape[0], dtype=wide(g_BTO[:0]).dtype)
+    return a_BTI.new_empty(a_BTI.shape[0], dtype=wide_dtype(g_BTO))
 
 
 class Config(NamedTuple):

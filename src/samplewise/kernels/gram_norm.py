@@ -7,7 +7,7 @@ from torch import Tensor
 
 from samplewise.kernels import reference
 from samplewise.kernels.backend import check_positions, dot, has_kernel, jit, num_processors, power_of_two, precision, tl
-from samplewise.precision import wide
+from samplewise.precision import wide_dtype
 
 
 @torch.library.custom_op("samplewise::gram_sq_norms", mutates_args=())
@@ -29,7 +29,7 @@ def gram_sq_norms(a_BTI: Tensor, g_BTO: Tensor) -> tuple[Tensor, Tensor]:
 
 @gram_sq_norms.register_fake
 def _(a_BTI: Tensor, g_BTO: Tensor) -> tuple[Tensor, Tensor]:
-    n = a_BTI.new_empty(a_BTI.shape[0], dtype=wide(g_BTO[:0]).dtype)
+    n = a_BTI.new_empty(a_BTI.shape[0], dtype=wide_dtype(g_BTO))
     return n, torch.empty_like(n)
 
 

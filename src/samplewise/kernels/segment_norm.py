@@ -7,7 +7,7 @@ from torch import Tensor
 
 from samplewise.kernels import reference
 from samplewise.kernels.backend import dot, has_kernel, jit, power_of_two, precision, tl
-from samplewise.precision import wide
+from samplewise.precision import wide_dtype
 
 
 @torch.library.custom_op("samplewise::segment_sq_norms", mutates_args=())
@@ -30,7 +30,7 @@ def segment_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_id: int | None = Non
 
 @segment_sq_norms.register_fake
 def _(ids_BT: Tensor, g_BTD: Tensor, padding_id: int | None = None) -> Tensor:
-    return g_BTD.new_empty(g_BTD.shape[0], dtype=wide(g_BTD[:0]).dtype)
+    return g_BTD.new_empty(g_BTD.shape[0], dtype=wide_dtype(g_BTD))
 
 
 class Config(NamedTuple):

@@ -8,7 +8,7 @@ from torch import Tensor
 from samplewise.kernels import reference
 from samplewise.kernels.backend import check_positions, dot, has_kernel, jit, num_processors, power_of_two, precision, tl
 from samplewise.kernels.direct_norm import grouped
-from samplewise.precision import wide
+from samplewise.precision import wide_dtype
 
 
 @torch.library.custom_op("samplewise::weighted_sum", mutates_args=())
@@ -32,7 +32,7 @@ def weighted_sum(a_BTI: Tensor, g_BTO: Tensor, w_B: Tensor) -> Tensor:
 
 @weighted_sum.register_fake
 def _(a_BTI: Tensor, g_BTO: Tensor, w_B: Tensor) -> Tensor:
-    return g_BTO.new_empty(g_BTO.shape[2], a_BTI.shape[2], dtype=wide(g_BTO[:0]).dtype)
+    return g_BTO.new_empty(g_BTO.shape[2], a_BTI.shape[2], dtype=wide_dtype(g_BTO))
 
 
 class Config(NamedTuple):

@@ -57,7 +57,7 @@ def conv(
         return NotImplemented
     images, geometry = found
     meeting.use(weight, lambda g, x: Patches(images(x), images(g), geometry), keep=(input,))
-    return meeting.func(input, meeting.plain(weight), meeting.plain(bias), stride, padding, dilation, groups)
+    return meeting.run()
 
 
 @rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
@@ -78,4 +78,4 @@ def conv_transpose(
         return NotImplemented
     images, geometry = found
     meeting.use(weight, lambda g, x: Patches(images(g).conj(), images(x).conj(), geometry), keep=(input,))
-    return meeting.func(input, meeting.plain(weight), meeting.plain(bias), stride, padding, output_padding, groups, dilation)
+    return meeting.run()

@@ -46,7 +46,7 @@ def embedding(
         return Rows(ids_BT, g_BTD, num_rows=num_rows)
 
     meeting.use(weight, rows, keep=(input,))
-    return F.embedding(input, meeting.plain(weight), padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    return meeting.run()
 
 
 @rule(F.embedding_bag)

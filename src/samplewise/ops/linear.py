@@ -1,13 +1,15 @@
 """Linear layers, matrix products and einsum: weights that multiply."""
 
 import math
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samplewise.contraction import along, in_order, operands
+from samplewise.contraction import Contraction, along, in_order, operands
 from samplewise.factors.blocks import Blocks
 from samplewise.factors.dense import Dense
 from samplewise.factors.outer import Outer
@@ -26,7 +28,7 @@ def linear(meeting: Meeting, input: Tensor, weight: Tensor, bias: Tensor | None 
         return NotImplemented
     meeting.use(weight, lambda g, x: Outer.of_rows(rows(x), rows(g)), keep=(input,))
     meeting.use(bias, lambda g: Dense.of_sum(rows(g)))
-    return F.linear(input, meeting.plain(weight), meeting.plain(bias))
+    return meeting.run()
 
 
 @rule(
@@ -35,9 +37,9 @@ def linear(meeting: Meeting, input: Tensor, weight: Tensor, bias: Tensor | None 
 )  # fmt: skip
 def product(meeting: Meeting, *args: Any, **kwargs: Any) -> Any:
     """y = x · w over the letters they share, so w gets g ⊗ x over the letters they do not."""
-    if not _use_product(meeting, *args, **kwargs):
+    if not _use_product(meeting, operands(meeting.name, args, kwargs)):
         return NotImplemented
-    return meeting.func(*map(_plain_in(meeting), args), **{k: meeting.plain(v) for k, v in kwargs.items()})
+    return meeting.run()
 
 
 @rule(torch.addmm, torch.Tensor.addmm, torch.baddbmm, torch.Tensor.baddbmm, torch.addmv, torch.Tensor.addmv)
@@ -47,7 +49,7 @@ def added_product(meeting: Meeting, input: Tensor, *args: Any, beta: Any = 1, al
     if factors is None or beta == 0:
         return NotImplemented
     letters, tensors = factors
-    if any(map(meeting.is_weight, tensors)) and not _use_product(meeting, input, *args, scale=alpha, **kwargs):
+    if any(map(meeting.is_weight, tensors)) and not _use_product(meeting, factors, scale=alpha):
         return NotImplemented
     if meeting.is_weight(input):
         data = [(t, term) for t, term in zip(tensors, letters.terms, strict=True) if meeting.is_data(t)]
@@ -58,9 +60,9 @@ def added_product(meeting: Meeting, input: Tensor, *args: Any, beta: Any = 1, al
             return NotImplemented
         of_x = meeting.layout(x)
         layout = of_x.derived((term, letters.out), lambda: along(of_x.ids, term, letters.out))
-        meeting.use(input, lambda g: spread_sum(g * beta.conjugate(), layout, tuple(input.shape)))
-    plain = [meeting.plain(a) for a in (input, *args)]
-    return meeting.func(*plain, beta=beta, alpha=alpha, **{k: meeting.plain(v) for k, v in kwargs.items()})
+        shape = tuple(input.shape)
+        meeting.use(input, lambda g: spread_sum(g if beta == 1 else g * beta.conjugate(), layout, shape))
+    return meeting.run()
 
 
 @rule(F.bilinear)
@@ -82,7 +84,7 @@ def bilinear(meeting: Meeting, input1: Tensor, input2: Tensor, weight: Tensor, b
 
     meeting.use(weight, outer, keep=(input1, input2))
     meeting.use(bias, lambda g: Dense.of_sum(rows(g)))
-    return F.bilinear(input1, input2, meeting.plain(weight), meeting.plain(bias))
+    return meeting.run()
 
 
 @rule(*(f for f in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if f is not None))
@@ -107,13 +109,8 @@ def grouped_product(meeting: Meeting, input: Tensor, mat2: Tensor, *args: Any, *
     return meeting.func(input, meeting.plain(mat2), *args, **kwargs)
 
 
-def _plain_in(meeting: Meeting):
-    return lambda a: type(a)(map(meeting.plain, a)) if isinstance(a, list | tuple) else meeting.plain(a)
-
-
-def _use_product(meeting: Meeting, *args: Any, scale: Any = 1, **kwargs: Any) -> bool:
+def _use_product(meeting: Meeting, factors: tuple[Contraction, list[Tensor]] | None, *, scale: Any = 1) -> bool:
     """Records the use of the weight in a product of one weight and one tensor of data; False if it is something else."""
-    factors = operands(meeting.name, args, kwargs)
     if factors is None:
         return False
     letters, tensors = factors
@@ -124,21 +121,24 @@ def _use_product(meeting: Meeting, *args: Any, scale: Any = 1, **kwargs: Any) ->
     if not meeting.is_weight(w) or not meeting.is_data(x):
         return False
     w_term, x_term = letters.terms[w_at], letters.terms[1 - w_at]
-    outer_of = _outer_of(x_term, w_term, letters.out, x, w, meeting.layout(x))
+    outer_of = _outer_of(x_term, w_term, letters.out, tuple(x.shape), tuple(w.shape), meeting.layout(x))
     if outer_of is None:
         return False
     meeting.use(w, lambda g, x: outer_of(x, g * scale.conjugate() if scale != 1 else g), keep=(x,))
     return True
 
 
-def _outer_of(x_term: str, w_term: str, out: str, x: Tensor, w: Tensor, layout: Layout):
+@lru_cache(maxsize=1024)  # layers and steps repeat
+def _outer_of(
+    x_term: str, w_term: str, out: str, x_shape: tuple[int, ...], w_shape: tuple[int, ...], layout: Layout
+) -> Callable[[Tensor, Tensor], Outer] | None:
     """(x, g) → Outer, or None where the product has no such form.
 
     Letters of w are groups (in x and y too), inputs (in x alone) or outputs (in y alone); the other letters of x are
     positions, samples among them.
     """
-    sizes = dict(zip(w_term, w.shape, strict=True))
-    x_sizes = dict(zip(x_term, x.shape, strict=True))
+    sizes = dict(zip(w_term, w_shape, strict=True))
+    x_sizes = dict(zip(x_term, x_shape, strict=True))
     if any(sizes[c] != x_sizes.get(c, sizes[c]) for c in w_term):  # broadcast against each other
         return None
     groups = [c for c in w_term if c in x_term and c in out]
@@ -153,17 +153,13 @@ def _outer_of(x_term: str, w_term: str, out: str, x: Tensor, w: Tensor, layout: 
     extents = [math.prod(sizes[c] for c in part) for part in (groups, inputs, outputs)]
     num_groups, num_inputs, num_outputs = extents
     ordered = groups + outputs + inputs
+    of_sizes, order = tuple(sizes[c] for c in ordered), tuple(ordered.index(c) for c in w_term)
+    of_x, of_g = "".join(positions + groups + inputs), "".join(positions + groups + outputs)
 
     def outer(x: Tensor, g: Tensor) -> Outer:
-        a = in_order(x, x_term, "".join(positions + groups + inputs))
-        g = in_order(g, out, "".join(positions + groups + outputs))
+        a, g = in_order(x, x_term, of_x), in_order(g, out, of_g)
         lead = a.shape[: len(positions)]
-        return Outer(
-            rows(a.reshape(*lead, num_groups, num_inputs)),
-            rows(g.reshape(*lead, num_groups, num_outputs)),
-            sizes=tuple(sizes[c] for c in ordered),
-            order=tuple(ordered.index(c) for c in w_term),
-            shape=tuple(w.shape),
-        )
+        a, g = a.reshape(*lead, num_groups, num_inputs), g.reshape(*lead, num_groups, num_outputs)
+        return Outer(rows(a), rows(g), sizes=of_sizes, order=order, shape=w_shape)
 
     return outer

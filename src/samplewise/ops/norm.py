@@ -11,7 +11,7 @@ from samplewise.factors.dense import Dense
 from samplewise.ops.pointwise import spread_sum
 from samplewise.ops.registry import Meeting, rule
 from samplewise.plan import CHUNK_BYTES
-from samplewise.precision import wide
+from samplewise.precision import wide, wide_dtype
 from samplewise.samples import Fold
 from samplewise.tracing import is_tracing
 
@@ -34,7 +34,7 @@ def layer_norm(
     rows = meeting.rows(input, features=features) if _one_data_input(meeting, input, weight, bias) else None
     if rows is None:
         return NotImplemented
-    y, mean, rstd = torch.native_layer_norm(input, list(normalized_shape), meeting.plain(weight), meeting.plain(bias), eps)
+    y, mean, rstd = meeting.run(_with_statistics)
 
     def scale(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Dense:
         return Dense(rows((wide(x) - mean).mul_(rstd).mul_(g)).sum(1))
@@ -42,6 +42,13 @@ def layer_norm(
     meeting.use(weight, scale, keep=(input, mean, rstd))
     meeting.use(bias, lambda g: Dense.of_sum(rows(g)))
     return y
+
+
+def _with_statistics(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(layer_norm, mean, rstd)."""
+    return torch.native_layer_norm(input, list(normalized_shape), weight, bias, eps)
 
 
 @rule(F.rms_norm)
@@ -59,7 +66,7 @@ def rms_norm(
 
     eps_of_x = torch.finfo(input.dtype).eps if eps is None else eps
     meeting.use(weight, scale, keep=(input,))
-    return F.rms_norm(input, normalized_shape, meeting.plain(weight), eps)
+    return meeting.run()
 
 
 @rule(F.batch_norm)
@@ -222,4 +229,4 @@ def prelu(meeting: Meeting, input: Tensor, weight: Tensor) -> Any:
 
 def per_channel(t: Tensor, images: Fold) -> Dense:
     """t [N, C, *spatial] summed over space and over the images of a sample."""
-    return Dense(images(t.reshape(*t.shape[:2], -1).sum(2, dtype=wide(t[:0]).dtype)).sum(1))
+    return Dense(images(t.reshape(*t.shape[:2], -1).sum(2, dtype=wide_dtype(t))).sum(1))

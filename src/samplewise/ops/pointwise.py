@@ -1,6 +1,7 @@
 """Direct use of a parameter in broadcasting arithmetic, and beside data in `torch.cat`."""
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from samplewise.flow.call import compressed
 from samplewise.flow.moves import spelt_index
 from samplewise.ops.registry import Meeting, rule
 from samplewise.precision import wide
-from samplewise.samples import Layout
+from samplewise.samples import Fold, Layout
 from samplewise.tracing import untraced
 
 
@@ -113,19 +114,31 @@ def spread_sum(g: Tensor, layout: Layout, shape: tuple[int, ...]) -> Dense:
 
     g has the shape of the result; in the ordinary case samples lie along dimensions in which the weight has size 1.
     """
-    own = [False] * (g.ndim - len(shape)) + [size != 1 for size in shape]  # dimensions that the weight really has
-    kept = [d for d in range(g.ndim) if own[d]]
-    B = layout.num_samples
-    if not any(own[d] for d in layout.dims):
-        lead = [d for d in range(g.ndim) if not own[d]]
-        of_lead = layout.derived(
-            ("lead", *lead), lambda: layout.ids.permute(lead + kept).reshape([layout.ids.shape[d] for d in lead])
-        )
-        rows = of_lead.fold(0)
-        return Dense(Dense.of_sum(rows(g.permute(lead + kept))).G.reshape(B, *shape))
+    B, (own, order, rows) = layout.num_samples, _spreading(layout, g.ndim, shape)
+    if rows is not None:
+        total = Dense.of_sum(rows(g if order is None else g.permute(order)))
+        return total if total.shape == shape else Dense(total.G.reshape(B, *shape))
     # the weight itself has a dimension along which samples change: each sample sees its own stretch of it
     ids = layout.ids.to(g.device)
     mine = (ids == torch.arange(B, device=g.device).reshape(-1, *[1] * g.ndim)).expand(B, *g.shape)
     G = torch.where(mine, wide(g), 0)
     dropped = [d + 1 for d in range(g.ndim) if not own[d]]
     return Dense((G.sum(dropped) if dropped else G).reshape(B, *shape))
+
+
+@lru_cache(maxsize=1024)  # layers and steps repeat
+@untraced
+def _spreading(
+    layout: Layout, ndim: int, shape: tuple[int, ...]
+) -> tuple[tuple[bool, ...], tuple[int, ...] | None, Fold | None]:
+    """(which dimensions of g the weight really has, the order that puts the others first, how those fold into samples).
+
+    The order is None if it is that of g; the fold is None if samples change along a dimension that the weight has.
+    """
+    own = (*[False] * (ndim - len(shape)), *(size != 1 for size in shape))
+    if any(own[d] for d in layout.dims):
+        return own, None, None
+    lead, kept = [d for d in range(ndim) if not own[d]], [d for d in range(ndim) if own[d]]
+    order = (*lead, *kept)
+    ids = layout.ids.permute(order).reshape([layout.ids.shape[d] for d in lead])
+    return own, None if order == tuple(range(ndim)) else order, Layout(ids, layout.num_samples).fold(0)

@@ -42,14 +42,28 @@ class Meeting:
     func: Callable
     args: tuple
     kwargs: dict[str, Any]
-    layout_of: Callable[[Tensor], Layout | None]
-    """The samples of an argument; None if it does not depend on the batch."""
-    is_weight: Callable[[Any], bool]
+    layouts: dict[int, Layout]
+    """The samples of each tensor of data, by its id."""
+    weight_ids: set[int]
+    """The ids of the weights."""
     taps: "Taps"
-    first_layout: Layout
     how: str = "rule"
     uses: list[Use] = field(default_factory=list)
     marks: list[Layout] | None = None
+    ran: Callable | None = None
+    """What `run` ran, and what that gave."""
+    results: tuple = ()
+
+    @property
+    def first_layout(self) -> Layout:
+        return next(iter(self.layouts.values()))
+
+    def layout_of(self, t: Tensor) -> Layout | None:
+        """The samples of an argument; None if it does not depend on the batch."""
+        return self.layouts.get(id(t))
+
+    def is_weight(self, t: Any) -> bool:
+        return id(t) in self.weight_ids
 
     def gate(self, weight: Tensor, spread: Tensor, factor_of: FactorOf) -> Tensor:
         """`spread` again, handing the gradient that it gets to `factor_of` for the weight."""
@@ -66,15 +80,26 @@ class Meeting:
 
     def plain(self, t: Any) -> Any:
         """`t`, without gradient if it is a weight."""
-        return t.detach() if self.is_weight(t) else t
+        return t.detach() if id(t) in self.weight_ids else t
+
+    def run(self, func: Callable | None = None) -> Any:
+        """The result of the op, or of `func` in its place, of the same arguments with weights that need no gradient.
+
+        A rule that takes all it keeps from the arguments and from what this gives is not asked again for calls alike.
+        """
+        self.ran = func or self.func
+        out = self.ran(*map(self._plain_in, self.args), **{k: self._plain_in(v) for k, v in self.kwargs.items()})
+        self.results = out if isinstance(out, tuple) else (out,)
+        return out
+
+    def _plain_in(self, a: Any) -> Any:
+        return type(a)(map(self.plain, a)) if type(a) in (list, tuple) else self.plain(a)
 
     def is_data(self, t: Any) -> bool:
-        return isinstance(t, Tensor) and self.layout_of(t) is not None
+        return id(t) in self.layouts
 
     def layout(self, t: Tensor) -> Layout:
-        layout = self.layout_of(t)
-        assert layout is not None
-        return layout
+        return self.layouts[id(t)]
 
     def rows(self, t: Tensor, *, features: int) -> Fold | None:
         """How `t` folds into [B, T, *features]; None if samples change along a feature."""
@@ -83,7 +108,7 @@ class Meeting:
 
     def use(self, weight: Any, factor_of: FactorOf, *, keep: tuple[Tensor, ...] = ()) -> None:
         """`weight` gets `factor_of(g, *keep)`; nothing happens if it is not a weight (frozen, absent)."""
-        if self.is_weight(weight):
+        if id(weight) in self.weight_ids:
             self.uses.append(Use(weight, factor_of, keep))
 
 

@@ -1,0 +1,51 @@
+"""Small gradients of many parameters side by side: one op instead of one each."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from samplewise.factors.base import Factor, sq_lengths
+from samplewise.factors.dense import Dense
+from samplewise.precision import wide, wide_dtype
+from samplewise.tracing import is_tracing
+
+MAX_ELEMENTS = 1 << 14
+"""Gradients of more elements a sample are not copied: an op on them takes longer than its call."""
+
+
+class Together:
+    """G = [G_1, G_2, ...] for the parameters of these names."""
+
+    def __init__(self, factors: Mapping[str, Dense]):
+        self._shapes = {name: factor.shape for name, factor in factors.items()}
+        self._G_BN = torch.cat(
+            [wide(factor.G).reshape(factor.num_samples, factor.num_elements) for factor in factors.values()], 1
+        )
+        self.device = self._G_BN.device
+
+    def sq_norms(self) -> Tensor:
+        """n with n[b] = sum |G[b]|², shape [B]."""
+        return sq_lengths(self._G_BN)
+
+    def weighted_sums(self, w_B: Tensor, samples: Tensor | None) -> dict[str, Tensor]:
+        """{name: sum_b w[b] G_name[b]} over these samples, or all; each in memory of its own."""
+        G = self._G_BN if samples is None else self._G_BN[samples]
+        parts = (w_B.to(G.dtype) @ G).split([torch.Size(shape).numel() for shape in self._shapes.values()])
+        own = torch._foreach_mul(parts, 1.0)
+        return {name: t.reshape(shape) for (name, shape), t in zip(self._shapes.items(), own, strict=True)}
+
+
+def small(factors: Mapping[str, Factor]) -> tuple[list[Together], dict[str, Factor]]:
+    """The small ones among the factors put together, and the others.
+
+    A compiled step fuses what stands alone.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], dict[str, Dense]] = {}
+    if not is_tracing():
+        for name, factor in factors.items():
+            if type(factor) is Dense and factor.num_elements <= MAX_ELEMENTS:
+                groups.setdefault((factor.G.device, wide_dtype(factor.G)), {})[name] = factor
+    grouped = [group for group in groups.values() if len(group) > 1]
+    names = {name for group in grouped for name in group}
+    return [Together(group) for group in grouped], {name: f for name, f in factors.items() if name not in names}

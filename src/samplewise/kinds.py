@@ -1,0 +1,46 @@
+"""What each function is that a mode is told of, found out once a function."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from samplewise.flow import flows_by_shapes, is_in_place, op_name
+from samplewise.inside import ENGINE, without_override
+
+OPAQUE = set(
+    "array backward_hooks base contains data_ptr deepcopy device dim dtype element_size format get_device grad grad_fn "
+    "has_names hash is_complex is_contiguous is_cpu is_cuda is_floating_point is_inference is_leaf is_meta is_mkldnn is_mps "
+    "is_nested is_quantized is_same_size is_set_to is_signed is_sparse is_view is_xla is_xpu item itemsize layout len names "
+    "nbytes ndim nelement numel numpy output_nr reduce_ex register_hook register_post_accumulate_grad_hook repr "
+    "requires_grad retain_grad shape size storage_offset stride tolist untyped_storage version as_subclass".split()
+)
+"""Questions about a tensor that give no tensor of values: answered as they are."""
+
+FOLLOWED = {"register_hook", "deepcopy", "as_subclass"}
+"""Those after which something of the samples must be kept track of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a function is."""
+
+    name: str
+    """Its `op_name`."""
+    is_opaque: bool
+    """Whether it is in OPAQUE."""
+    is_question: bool
+    """Whether it is opaque and needs no thought at all."""
+    has_inside: bool
+    """Whether it is a function of torch written in Python, which is looked into."""
+    may_repeat: bool
+    """Whether a call like one before need not be understood again."""
+
+
+@lru_cache(maxsize=4096)
+def kind_of(func: Callable) -> Kind:
+    """What the function is."""
+    name = op_name(func)
+    is_opaque = name in OPAQUE and func not in ENGINE
+    is_question = is_opaque and name not in FOLLOWED
+    has_inside = without_override(func) is not None and func not in ENGINE
+    return Kind(name, is_opaque, is_question, has_inside, may_repeat=flows_by_shapes(name) and not is_in_place(func))

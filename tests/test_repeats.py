@@ -1,0 +1,319 @@
+"""What is remembered of one call must not be used for another that only looks like it."""
+
+import gc
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import samplewise as sw
+from samplewise.errors import SamplesMixError, SamplewiseError
+from samplewise.factors.base import Hasty, mended
+from samplewise.factors.dense import Dense
+from samplewise.factors.together import small
+from samplewise.flow.memory import REMEMBERED, key_of
+from samplewise.samples import Layout, Marks, one_each
+from samplewise.testing import oracle, relative_error, run_capture
+
+B, D = 4, 5
+
+
+class Fn(nn.Module):
+    """A model whose forward is a function of itself and its inputs."""
+
+    def __init__(self, function, **parts):
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs):
+        return self.function(self, *inputs)
+
+
+def rows(model, *inputs):
+    return model(*inputs).flatten(1).pow(2).sum(1)
+
+
+def assert_right(model, *inputs, **options):
+    grads = run_capture(model, rows, *inputs, verify=False, **options)
+    truth = oracle(model, rows, *inputs)
+    assert set(grads) == set(truth)
+    for name, G in truth.items():
+        assert relative_error(grads[name].materialize(), G) < 1e-9, name
+
+
+def twice(model, *inputs, **options):
+    """Also when every call has been seen before."""
+    for _ in range(2):
+        assert_right(model, *inputs, **options)
+
+
+def test_one_tensor_twice_and_two_tensors():
+    """A rule that kept one tensor for both sides must not be taken for one that kept two."""
+    weight = nn.Parameter(torch.randn(3, D, D).double())
+    x, y = torch.randn(B, D).double(), torch.randn(B, D).double()
+    for both in (lambda s, x, y: F.bilinear(x, x, s.w), lambda s, x, y: F.bilinear(x, y, s.w)) * 2:
+        assert_right(Fn(both, w=weight), x, y)
+
+
+@pytest.mark.parametrize("first", ["weight", "bias"])
+def test_frozen_parameters_of_the_same_shapes(first):
+    model, x = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)).double(), torch.randn(B, D).double()
+    for name in (first, "bias", "weight", first):
+        for layer in (model[0], model[2]):
+            layer.weight.requires_grad_(name == "weight")
+            layer.bias.requires_grad_(name == "bias")
+        assert_right(model, x)
+    model.requires_grad_(True)
+    assert_right(model, x)
+
+
+def test_numbers_that_are_equal_and_not_the_same():
+    model = Fn(lambda s, x: torch.addmm(s.b, x, s.w, beta=s.beta, alpha=s.alpha), b=nn.Parameter(torch.randn(3).double()))
+    model.w = nn.Parameter(torch.randn(D, 3).double())
+    x = torch.randn(B, D).double()
+    for model.beta, model.alpha in [(1, 1), (2, 1), (1, 3.0), (1.0, 1.0), (0.5, 2), (1, 1)]:
+        assert_right(model, x)
+    assert key_of(torch.add, (1,), {}, id) != key_of(torch.add, (True,), {}, id) != key_of(torch.add, (1.0,), {}, id)
+
+
+def test_parameters_that_come_go_and_are_tied_between_captures():
+    model, x = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)).double(), torch.randn(B, D).double()
+    twice(model, x)
+    model.append(nn.Linear(D, D).double())
+    twice(model, x)
+    model[3].weight = model[0].weight
+    twice(model, x)
+    model[0].bias = None
+    twice(model, x)
+    model[2].weight = nn.Parameter(torch.randn(D, D).double())
+    twice(model, x)
+    del model[3]
+    twice(model, x)
+
+
+def test_a_constant_does_not_speak_for_a_tensor_from_outside():
+    """A buffer [B] beside outputs [B, 1] is the model's own affair; labels of that shape are a mistake."""
+    model = Fn(lambda s, x: s.l(x), l=nn.Linear(D, 1)).double()
+    model.register_buffer("c", torch.randn(B).double())
+    x, labels = torch.randn(B, D).double(), torch.randn(B).double()
+    for _ in range(2):
+        with sw.capture(model, verify=False):
+            _ = model(x) - model.c
+    with sw.capture(model, verify=False), pytest.raises(SamplesMixError, match="broadcasts"):
+        _ = model(x) - labels
+
+
+def test_masks_of_the_same_shape_and_other_values():
+    """Attention within leading samples is known by shapes; behind a mask, each mask is looked at."""
+    model = Fn(lambda s, x: F.scaled_dot_product_attention(s.l(x), s.l(x), s.l(x), attn_mask=s.mask), l=nn.Linear(D, D))
+    model, x = model.double(), torch.randn(1, 2 * B, D).double()
+    ids = torch.arange(B).repeat_interleave(2)
+    options = {"sample_ids": ids, "batch_dim": 1, "verify": False}
+    apart = ids.unsqueeze(0) == ids.unsqueeze(1)
+    for _ in range(2):
+        model.mask = apart
+        with sw.capture(model, **options) as grads:
+            grads.backward(model(x).pow(2).sum(2).squeeze(0))
+        model.mask = torch.ones_like(apart)
+        with sw.capture(model, **options) as grads, pytest.raises(SamplesMixError, match="scaled_dot_product_attention"):
+            grads.backward(model(x).pow(2).sum(2).squeeze(0))
+
+
+WRITES = {
+    "in place": lambda buffer, x: buffer.copy_(x),
+    "out=": lambda buffer, x: torch.add(x, x, out=buffer),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_is_one_every_time(name):
+    """A view made before the write holds samples after it, the second time too."""
+
+    def forward(s, x):
+        buffer = torch.zeros(B, D).double()
+        view = buffer.view(-1)
+        WRITES[name](buffer, x)
+        return s.l(view.view(B, D)) * x
+
+    model, x = Fn(forward, l=nn.Linear(D, D)).double(), torch.randn(B, D).double()
+    for _ in range(3):
+        with sw.capture(model, verify=False) as grads, pytest.raises(SamplewiseError):
+            grads.backward(rows(model, x))
+
+
+def test_sizes_of_the_batch_in_turns():
+    model = nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, 3)).double()
+    for num in (3, 4, 3, 1, 4, 0, 3):
+        if num:
+            assert_right(model, torch.randn(num, D).double())
+        assert_right(model, torch.randn(max(num, 1), 2, D).double())
+
+
+def test_layers_alike_are_one_to_the_memory():
+    """Every entry beyond those of one layer would drive out others in deep models."""
+    REMEMBERED.clear()
+    of_depth = []
+    for depth in (2, 8):
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D), nn.Tanh()) for _ in range(depth)])
+        run_capture(model, rows, torch.randn(B, 3, D), verify=False)
+        of_depth.append(len(REMEMBERED))
+    assert of_depth[0] == of_depth[1]
+
+
+# --- marks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_marks_of_the_dead_are_swept_out(at_once):
+    marks, living = Marks(at_once=at_once), [torch.zeros(1) for _ in range(100)]
+    for t in living:
+        marks.set(t, "living")
+    for _ in range(20_000):
+        marks.set(torch.zeros(1), "dead")
+    assert len(marks._entries) <= (102 if at_once else 4097)
+    assert [marks.get(t) for t in living] == ["living"] * 100
+    assert sum(marks.get(torch.zeros(1)) is not None for _ in range(1000)) == 0  # though ids come again
+
+
+def test_a_derived_weight_that_died_lets_its_graph_go():
+    model, x = nn.Linear(D, D), torch.randn(B, D)
+    with sw.capture(model) as grads:
+        for _ in range(5):
+            model(x)
+            _ = model.weight * torch.ones(D, D)
+        del _
+        gc.collect()
+        assert not grads.weights._derived.tensors() and not grads.weights._derived._entries
+
+
+# --- calls of modules ------------------------------------------------------------------------------------------------
+
+
+def test_parts_called_after_the_whole_and_after_an_error():
+    def parts(s, x):
+        if s.fails:
+            raise ZeroDivisionError
+        return s.b(s.a(x))
+
+    model, x = Fn(parts, a=nn.Linear(D, D), b=nn.Linear(D, D)).double(), torch.randn(B, D).double()
+    model.fails = True
+    with sw.capture(model, verify=False) as grads:
+        with pytest.raises(ZeroDivisionError):
+            model(x)
+        model.fails = False
+        grads.backward((model.b(model.a(x)) + model(x)).pow(2).sum(1))
+    whole = oracle(model, lambda m, x: (2 * m(x)).pow(2).sum(1), x)
+    assert all(relative_error(grads[n].materialize(), G) < 1e-9 for n, G in whole.items())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert not any(m._forward_hooks_always_called or m._forward_pre_hooks_with_kwargs for m in model.modules())
+
+
+def test_hooks_are_gone_after_an_interrupt():
+    """Of which modules tell nobody, so that the call seems to go on."""
+
+    def interrupted(s, x):
+        raise KeyboardInterrupt
+
+    model = Fn(interrupted, a=nn.Linear(D, D))
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt), sw.capture(model, verify=False):
+            model(torch.randn(B, D))
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_hooks_of_two_threads_on_one_model():
+    """One runs its forward, without hooks inside, while the other opens, runs and closes its own block."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def waiting(s, x):
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            go_on.wait(10)
+        return s.b(s.a(x))
+
+    model, x = Fn(waiting, a=nn.Linear(D, D), b=nn.Linear(D, D)).double(), torch.randn(B, D).double()
+    truth = oracle(model, rows, x)
+    got = {}
+
+    def other():
+        got["other"] = run_capture(model, rows, x, verify=False).materialize()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    inside.wait(10)
+    with sw.capture(model, verify=False) as grads:
+        got["parts"] = grads
+        grads.backward(model.b(model.a(x)).pow(2).sum(1))
+        go_on.set()
+        thread.join()
+        assert model.a._forward_hooks  # still watched here
+    got["parts"] = grads.materialize()
+    for G in got.values():
+        assert all(relative_error(G[name], G_true) < 1e-9 for name, G_true in truth.items())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+# --- many parameters at once -----------------------------------------------------------------------------------------
+
+
+def test_small_gradients_together():
+    G = {"a": torch.randn(B, 3), "b": torch.randn(B), "c": torch.randn(B, 2, 2).half(), "z": torch.randn(B, 2).cfloat()}
+    G["large"], G["w"] = torch.randn(B, 1 << 15), torch.randn(B, 2).cfloat()
+    groups, others = small({name: Dense(t) for name, t in G.items()})
+    assert sorted(others) == ["large"] and len(groups) == 2
+    truth = sum(
+        t.abs().float().square().flatten(1).sum(1) if t.ndim > 1 else t.square() for n, t in G.items() if n != "large"
+    )
+    torch.testing.assert_close(sum(group.sq_norms() for group in groups), truth)
+    w, keep = torch.randn(2), torch.tensor([3, 1])
+    for group in groups:
+        for name, total in group.weighted_sums(w, keep).items():
+            expected = torch.tensordot(
+                w.to(G[name].dtype if G[name].is_complex() else torch.float32), G[name][keep].to(total), dims=1
+            )
+            torch.testing.assert_close(total, expected)
+            assert total.untyped_storage().nbytes() == total.nbytes  # nothing hangs on it
+
+
+def test_a_sample_that_is_not_finite_stays_alone():
+    model = nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, 3)).double()
+    x = torch.randn(B, D).double()
+    x[1] = torch.nan
+    grads = run_capture(model, rows, x, verify=False)
+    norms = grads.norms()
+    assert norms.isfinite().tolist() == [True, False, True, True]
+    without = run_capture(model, rows, x[[0, 2, 3]], verify=False).clipped_sum(max_norm=0.5)
+    for name, total in grads.clipped_sum(max_norm=0.5).items():
+        torch.testing.assert_close(total, without[name])
+
+
+def test_doubtful_norms_of_several_parameters_in_one_look():
+    exact = {0: torch.tensor([1.0, 2.0, 3.0]), 2: torch.tensor([4.0, 5.0, 6.0])}
+    asked = []
+
+    def of(i):
+        return lambda samples: asked.append((i, samples.tolist())) or exact[i][samples]
+
+    nan = torch.full((3,), torch.nan)
+    hasty = [
+        Hasty.of_terms(torch.tensor([9.0, 0.0, 0.0]), torch.ones(3), of(0)),
+        Hasty(torch.tensor([7.0, 7.0, 7.0])),
+        Hasty.of_terms(torch.tensor([0.0, 9.0, 9.0]), torch.ones(3), of(2)),
+        Hasty.of_terms(nan, torch.ones(3), of(2)),
+    ]
+    first, second, third, fourth = mended(hasty)
+    assert first.tolist() == [9, 2, 3] and second.tolist() == [7, 7, 7] and third.tolist() == [4, 9, 9]
+    assert fourth.isnan().all() and asked == [(0, [1, 2]), (2, [0])]
+    assert mended([]) == [] and mended([Hasty(nan)])[0] is nan
+
+
+def test_layouts_that_are_equal_are_one_object_per_kind():
+    ids = torch.tensor([[0], [1]])
+    first = one_each(Layout(ids, 2))
+    assert one_each(Layout(ids.clone(), 2)) is first
+    others = [Layout(ids, 3), Layout(ids.T.contiguous(), 2), Layout(ids.flip(0), 2), Layout(ids, 2, discrete=True)]
+    assert len({id(one_each(layout)) for layout in (first, *others)}) == 5
