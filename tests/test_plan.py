@@ -64,7 +64,7 @@ def test_norms_that_cancel_are_exact_by_tiles_too(T):
 
 
 def use(B=16, T=128, I=256, O=256, **more) -> Use:
-    return Use(B, T, 1, I, O, 4, B * T * (I + O) * 4, **more)
+    return Use(B, T, 1, I, O, 4, 4, B * T * (I + O) * 4, **more)
 
 
 def test_few_positions_take_the_gram_and_many_are_built():

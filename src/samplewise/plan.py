@@ -41,6 +41,8 @@ class Use:
     O: int
     itemsize: int
     """Bytes of an element of a and g."""
+    kept: int
+    """Bytes of an element of gradients that are built and kept."""
     held: int
     """Bytes of what the factor holds until the last question: a and g, or an image and g."""
     is_patched: bool = False
@@ -50,8 +52,8 @@ class Use:
 
     @property
     def built(self) -> int:
-        """Bytes of the gradients of all samples, kept as a and g are."""
-        return self.B * self.G * self.O * self.I * self.itemsize
+        """Bytes of the gradients of all samples."""
+        return self.B * self.G * self.O * self.I * self.kept
 
 
 @dataclass(frozen=True)

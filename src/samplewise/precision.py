@@ -26,3 +26,11 @@ def wide_product(x: Tensor, y: Tensor) -> Tensor:
     lead = x.shape[:-2]
     product = torch.bmm(x.flatten(0, -3), y.flatten(0, -3), out_dtype=torch.float32)
     return product.reshape(*lead, *product.shape[1:])
+
+
+def kept_dtype(t: Tensor) -> torch.dtype:
+    """In which gradients built from `t` are kept: float32 or better, but for bfloat16 on a GPU, where memory is what building costs.
+
+    Norms are then those of the rounded gradients, which the sums are made of.
+    """
+    return t.dtype if t.is_cuda and t.dtype == torch.bfloat16 else wide_dtype(t)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from samplewise.plan import CHUNK_BYTES, Use
-from samplewise.precision import wide, wide_dtype
+from samplewise.precision import kept_dtype, wide, wide_dtype
 from samplewise.tracing import doubt, is_tracing
 
 CHUNK_ELEMENTS = 1 << 24
@@ -128,10 +128,11 @@ class Factor(ABC):
         return None
 
     def built(self) -> "Factor":
-        """The factor with its gradients there, in the dtype of the op as a and g are."""
+        """The factor with its gradients there, in the dtype that `precision.kept_dtype` says."""
         from samplewise.factors.dense import Dense
 
-        return Dense(self.materialize())
+        t = self.tensors()[-1]
+        return Dense(self.materialize() if kept_dtype(t) == t.dtype else self.materialize_wide())
 
     def sq_norms(self, route: str | None = None) -> Tensor:
         """n with n[b] = sum |G[b]|², shape [B], in float32 or better; `route` is one of `plan.ROUTES`, for factors with a choice."""

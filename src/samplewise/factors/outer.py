@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from samplewise.factors.base import Factor, Hasty, arrange, fitting, mended, sq_lengths, squares
-from samplewise.kernels.backend import has_kernel
-from samplewise.kernels.direct_norm import direct_sq_norms
-from samplewise.kernels.gram_norm import gram_sq_norms
+from samplewise.fused import direct_sq_norms, gram_sq_norms, has_kernel
 from samplewise.plan import TILE, Use, norm_route
-from samplewise.precision import wide, wide_dtype, wide_product
+from samplewise.precision import kept_dtype, wide, wide_dtype, wide_product
 
 
 class Outer(Factor):
@@ -61,7 +59,7 @@ class Outer(Factor):
     def use(self) -> Use:
         (B, T, G, I), O = self.a.shape, self.g.shape[-1]
         held = self.a.nbytes + self.g.nbytes
-        return Use(B, T, G, I, O, self.g.element_size(), held)
+        return Use(B, T, G, I, O, self.g.element_size(), kept_dtype(self.g).itemsize, held)
 
     def sq_norms(self, route: str | None = None) -> Tensor:
         return mended([self.hasty_sq_norms(route)])[0]

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from samplewise.factors.base import Factor, flat
 from samplewise.factors.outer import Outer
-from samplewise.kernels.backend import has_kernel
-from samplewise.kernels.conv_norm import conv_sq_norms
+from samplewise.fused import conv_sq_norms, has_kernel
 from samplewise.plan import Use, norm_route
-from samplewise.precision import wide, wide_dtype
+from samplewise.precision import kept_dtype, wide, wide_dtype
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Patches(Factor):
         T, groups = self.g.shape[1] * self.g.shape[3:].numel(), self.geometry.groups
         held = sum(t.numel() * t.element_size() for t in self.tensors())
         I *= torch.Size(kernel).numel()
-        sizes = (self.num_samples, T, groups, I, O // groups, self.g.element_size(), held)
+        sizes = (self.num_samples, T, groups, I, O // groups, self.g.element_size(), kept_dtype(self.g).itemsize, held)
         return Use(*sizes, is_patched=True, gathers=self._has_kernel())
 
     def select(self, samples: Tensor | slice) -> "Patches":

@@ -8,7 +8,6 @@ from torch import Tensor
 from samplewise.factors.base import Factor, sq_lengths
 from samplewise.factors.dense import Dense
 from samplewise.precision import wide, wide_dtype
-from samplewise.tracing import is_tracing
 
 MAX_ELEMENTS = 1 << 14
 """Gradients of more elements a sample are not copied: an op on them takes longer than its call."""
@@ -37,15 +36,11 @@ class Together:
 
 
 def small(factors: Mapping[str, Factor]) -> tuple[list[Together], dict[str, Factor]]:
-    """The small ones among the factors put together, and the others.
-
-    A compiled step fuses what stands alone.
-    """
+    """The small ones among the factors put together, and the others."""
     groups: dict[tuple[torch.device, torch.dtype], dict[str, Dense]] = {}
-    if not is_tracing():
-        for name, factor in factors.items():
-            if type(factor) is Dense and factor.num_elements <= MAX_ELEMENTS:
-                groups.setdefault((factor.G.device, wide_dtype(factor.G)), {})[name] = factor
+    for name, factor in factors.items():
+        if type(factor) is Dense and factor.num_elements <= MAX_ELEMENTS:
+            groups.setdefault((factor.G.device, wide_dtype(factor.G)), {})[name] = factor
     grouped = [group for group in groups.values() if len(group) > 1]
     names = {name for group in grouped for name in group}
     return [Together(group) for group in grouped], {name: f for name, f in factors.items() if name not in names}
