@@ -123,6 +123,20 @@ def test_masks_of_the_same_shape_and_other_values():
             grads.backward(model(x).pow(2).sum(2).squeeze(0))
 
 
+def test_means_of_losses_over_other_targets():
+    """Whether a mean weighs samples alike is in the targets, some of which do not count."""
+    model, x = nn.Linear(D, 3).double(), torch.randn(B, D).double()
+    all_count, some_count = torch.tensor([0, 1, 2, 0]), torch.tensor([0, 1, -100, 0])
+    for reduction in ("sum", "mean"):
+        for _ in range(2):
+            with sw.capture(model, loss_reduction=reduction) as grads:
+                F.cross_entropy(model(x), all_count, reduction=reduction).backward()
+            truth = oracle(model, lambda m, x, y: F.cross_entropy(m(x), y, reduction="none"), x, all_count)
+            assert relative_error(grads["weight"].materialize(), truth["weight"]) < 1e-9
+    with sw.capture(model, loss_reduction="mean"), pytest.raises(SamplesMixError, match="alike"):
+        F.cross_entropy(model(x), some_count).backward()
+
+
 WRITES = {
     "in place": lambda buffer, x: buffer.copy_(x),
     "out=": lambda buffer, x: torch.add(x, x, out=buffer),

@@ -132,7 +132,7 @@ class Look:
         mark = marking.marks.get(t)
         if mark is not None:
             self.data.append((t, mark))
-            return mark if isinstance(mark, Layout) else NotImplemented
+            return mark if type(mark) is Layout else NotImplemented
         if marking.has_writes:
             return NotImplemented
         weight = marking.weights.of_parameter(t)

@@ -408,5 +408,6 @@ def _kind(recording: Capture, module: nn.Module, args: tuple, kwargs: dict) -> A
             return leaf.dtype, leaf.device, tuple("B" if size == B else min(size, 2) for size in leaf.shape)
         return leaf if isinstance(leaf, bool | str | None) or (few and isinstance(leaf, int)) else type(leaf)
 
-    modes = tuple((type(m), *(v for v in vars(m).values() if v is None or type(v) in (bool, str))) for m in module.modules())
+    modules = recording._modules if module is recording.model else module.modules()
+    modes = tuple([(type(m), *[v for v in vars(m).values() if v is None or type(v) in (bool, str)]) for m in modules])
     return tuple(map(spec, tree_leaves((args, kwargs)))), modes, recording.batch_dim, tuple(recording.parameters)

@@ -319,7 +319,7 @@ MOVES = (reshaped, permuted, expanded, repeated, indexed_along, indexed, concate
 
 BY_SHAPES = (
     elementwise, reduction, along_dim, images, pooled, contracted, last_dims, fourier, embedded, one_hot, paired_rows, cell,
-    attention,
+    attention, class_loss,
 )  # fmt: skip
 """Handlers of ops in which elements meet that look at shapes alone, unless they say that the call was tried."""
 

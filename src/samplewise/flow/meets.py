@@ -367,6 +367,7 @@ def class_loss(call: Call) -> Mark:
 
 def _counts_evenly(call: Call, target: Tensor, layout: Layout) -> bool:
     """Whether as many targets count for every sample; those of `ignore_index` do not."""
+    call.was_tried = True
     if target.is_floating_point():
         return layout.is_even
     if layout.has_strays or layout.num_samples == 0:
