@@ -15,8 +15,8 @@ README = (ROOT / "README.md").read_text()
 def test_public_names_are_frozen():
     assert sorted(sw.__all__) == [
         "Gaussian", "Grads", "Kronecker", "NoiseScale", "Rademacher", "RunningMoments", "RunningNoiseScale", "RunningNorms",
-        "SamplesMixError", "SamplewiseError", "SparseJL", "StepResult", "UnattributedError", "Verification", "call_for_per_sample_grads",
-        "capture", "dp", "per_sample", "per_sample_step", "verify",
+        "SamplesMixError", "SamplewiseError", "SparseJL", "StepResult", "UnattributedError", "Verification",
+        "call_for_per_sample_grads", "capture", "dp", "per_sample", "per_sample_step", "verify",
     ]  # fmt: skip
     assert all(hasattr(sw, name) for name in sw.__all__)
 
