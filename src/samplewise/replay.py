@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry
 
 from samplewise.plan import Rates, measured_rates
 
@@ -43,6 +42,8 @@ def is_held_up(graph: GraphModule, device: torch.device) -> bool:
 
 def _seconds(node: Node, rates: Rates) -> float:
     """What the op's products take at the device's rate; the rest is fused or short."""
+    from torch.utils.flop_counter import flop_registry  # imports Triton
+
     count = flop_registry.get(getattr(node.target, "overloadpacket", None))
     args, kwargs = tree_map_only(Node, lambda n: n.meta["val"], (node.args, node.kwargs))
     flops = count(*args, **kwargs, out_val=node.meta["val"]) if count is not None else 0
