@@ -15,8 +15,8 @@ README = (ROOT / "README.md").read_text()
 def test_public_names_are_frozen():
     assert sorted(sw.__all__) == [
         "Gaussian", "Grads", "Kronecker", "NoiseScale", "Rademacher", "RunningMoments", "RunningNoiseScale", "RunningNorms",
-        "SamplesMixError", "SamplewiseError", "SparseJL", "UnattributedError", "Verification", "call_for_per_sample_grads",
-        "capture", "dp", "per_sample", "verify",
+        "SamplesMixError", "SamplewiseError", "SparseJL", "StepResult", "UnattributedError", "Verification", "call_for_per_sample_grads",
+        "capture", "dp", "per_sample", "per_sample_step", "verify",
     ]  # fmt: skip
     assert all(hasattr(sw, name) for name in sw.__all__)
 
@@ -25,6 +25,9 @@ def test_arguments_are_frozen():
     assert list(inspect.signature(sw.capture).parameters) == [
         "model", "batch_size", "batch_dim", "sample_ids", "loss_reduction", "params", "exclude", "verify", "keep", "memory",
         "plan", "rates",
+    ]  # fmt: skip
+    assert list(inspect.signature(sw.per_sample_step).parameters) == [
+        "model", "loss_fn", "query", "compile", "memory", "loss_reduction", "batch_dim", "verify", "plan", "params",
     ]  # fmt: skip
     assert str(inspect.signature(sw.call_for_per_sample_grads)).startswith(
         "(module: torch.nn.modules.module.Module, *, batch_size: int | None = None, loss_reduction: str = 'sum', "
@@ -54,7 +57,7 @@ def test_names_of_private_training_are_frozen():
     assert list(inspect.signature(sw.dp.make_private).parameters) == [
         "model", "optimizer", "loader", "max_grad_norm", "noise_multiplier", "target_epsilon", "target_delta", "epochs",
         "clipping", "groups", "loss_reduction", "sample_ids", "views", "max_physical_batch_size", "accountant", "secure", "seed",
-        "options",
+        "loss_fn", "compile", "options",
     ]  # fmt: skip
 
 

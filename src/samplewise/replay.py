@@ -38,7 +38,7 @@ def is_held_up(graph: GraphModule, device: torch.device) -> bool:
     nodes = [node for node in graph.graph.nodes if node.op == "call_function" and not _is_view(node)]
     is_half = any(t.element_size() < 4 for node in nodes for t in _results(node) if t.is_floating_point())
     rates = measured_rates(str(device), torch.bfloat16 if is_half else torch.float32)
-    return LAUNCH * len(nodes) > sum(_seconds(node, rates) for node in nodes)
+    return 2 * LAUNCH * len(nodes) > sum(_seconds(node, rates) for node in nodes)
 
 
 def _seconds(node: Node, rates: Rates) -> float:
