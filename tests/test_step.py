@@ -19,8 +19,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import samplewise as sw
-from samplewise import flow
 from samplewise.compiled import MAX_FAMILIES
+from samplewise.flow.memory import REMEMBERED
+from samplewise.ops.linear import _outer_of
+from samplewise.ops.pointwise import _spreading
 from samplewise.samples import Layout
 from samplewise.testing import assert_matches_oracle, relative_error
 from samplewise.trace import Record, Trace
@@ -97,7 +99,9 @@ REFUSED = set(
 
 def cold() -> None:
     Layout.along.cache_clear()
-    flow.REMEMBERED.clear()
+    REMEMBERED.clear()
+    _outer_of.cache_clear()
+    _spreading.cache_clear()
 
 
 def fakes(model: nn.Module) -> list[str]:
@@ -105,7 +109,7 @@ def fakes(model: nn.Module) -> list[str]:
     found = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if isinstance(t, FakeTensor)]
     found += [f"{name}.grad" for name, p in model.named_parameters() if isinstance(p.grad, FakeTensor)]
     found += [f"{n}.{k}" for n, m in model.named_modules() for k, v in vars(m).items() if any(map(is_fake, tree_leaves(v)))]
-    marks = [mark for mark in tree_leaves(list(flow.REMEMBERED.values())) if isinstance(mark, Layout)]
+    marks = [mark for mark in tree_leaves([known.mark for known in REMEMBERED.values()]) if isinstance(mark, Layout)]
     return found + [str(mark) for mark in marks if isinstance(mark.ids, FakeTensor)]
 
 
