@@ -92,3 +92,51 @@ def test_what_step_on_refuses():
         with pytest.raises(SamplewiseError, match="one row a sample"):
             optimizer.step_on(x, y)
         break
+
+
+MIXING = {
+    "weighted mean": lambda model, x, y: (F.cross_entropy(model(x), y, reduction="none") * y).sum() / y.sum(),
+    "masked mean": lambda model, x, y: (F.cross_entropy(model(x), y, reduction="none") * (y > 0)).sum() / (y > 0).sum(),
+    "centred": lambda model, x, y: (F.cross_entropy(model(x), y, reduction="none") * (y - y.double().mean())).mean(),
+}
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("name", MIXING)
+def test_losses_that_let_samples_weigh_on_others_are_refused(name, compile):
+    _, optimizer, loader = private(loss_fn=MIXING[name], compile=compile)
+    for x, y in loader:
+        if len(x) > 1:
+            with pytest.raises(SamplewiseError):
+                optimizer.step_on(x, y)
+            break
+
+
+def test_positions_of_a_sample_are_clipped_together():
+    """A loss_fn that gives the model [B·T, ...]: one sample more changes the sum by at most the bound."""
+    model = nn.Linear(2, 1, bias=False).double()
+    x = torch.ones(40, 50, 2, dtype=torch.float64)
+    loader = DataLoader(TensorDataset(x), batch_size=40)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    settings = {"noise_multiplier": 0.0, "max_grad_norm": 1.0, "seed": 0, "loss_reduction": "sum"}
+    model, optimizer, loader = sw.dp.make_private(
+        model, optimizer, loader, loss_fn=lambda model, x: model(x.flatten(0, 1)).sum(), **settings
+    )
+    before = model.weight.detach().clone()
+    for (xb,) in loader:
+        optimizer.step_on(xb)
+        assert (model.weight - before).norm().item() <= len(xb) * (1 + 1e-9)
+        break
+
+
+def test_what_the_account_rests_on_cannot_be_changed_behind_it():
+    bounds = {"0": 0.3, "2": 0.3, "3": 0.3}
+    _, optimizer, loader = private(max_grad_norm=bounds, groups="layer")
+    bounds["0"] = 1e-3
+    assert optimizer.max_grad_norm["0"] == 0.3
+    with pytest.raises(TypeError):
+        optimizer.max_grad_norm["0"] = 1e-3
+    with pytest.raises(AttributeError):
+        loader.sample_rate = 0.01
+    with pytest.raises(ValueError, match="squares vanish"):
+        private(max_grad_norm=1e-26)

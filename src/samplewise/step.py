@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from samplewise.compiled import Compiled
 from samplewise.queries import Grads, LossFn, capture
@@ -57,6 +58,7 @@ def per_sample_step(
         pins = {**(plan or {}), **record.routes}
         options: Any = {"memory": memory, "loss_reduction": loss_reduction, "batch_dim": batch_dim, "plan": pins}
         with capture(model, verify=verify, params=names, **options) as grads:
+            _mark(grads, batch)
             loss = loss_fn(model, *batch)
             if loss.ndim:
                 grads.backward(loss)
@@ -69,3 +71,14 @@ def per_sample_step(
     if not compile:
         return lambda *batch: run(batch, Record(), verify=verify)
     return Compiled(model, run, (loss_fn, query), batch_dim=batch_dim, verify=verify)
+
+
+def _mark(grads: Grads, batch: tuple) -> None:
+    """All of the batch is of its samples, also what only the loss sees: labels, weights.
+
+    Where its tensors are of several sizes, the model's arguments tell which are.
+    """
+    tensors = [t for t in tree_leaves(batch) if isinstance(t, Tensor) and t.ndim > grads.batch_dim]
+    if len({t.shape[grads.batch_dim] for t in tensors}) == 1:
+        for t in tensors:
+            grads.mark(t)

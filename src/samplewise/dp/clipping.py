@@ -39,8 +39,8 @@ class Clipped:
     sums: dict[str, Tensor]
     """{name: sum_b w[b] G[b]} in float32 or better, for the parameters that took part."""
     num_samples: int
-    num_below: Tensor
-    """How many samples have, in every group, a norm up to the bound."""
+    is_below: Tensor
+    """For each sample whether it has, in every group, a norm up to the bound."""
 
 
 def bounds_of(
@@ -109,7 +109,7 @@ def clipped(grads: Grads, bounds: Mapping[str, Bound], *, groups: Groups | None 
     names_of = {WHOLE: list(grads)} if groups is None else grouped(grads._aliases, groups)
     B = grads.batch_size or 0
     if not len(grads) or B == 0:
-        return Clipped({}, B, torch.zeros((), dtype=torch.long))
+        return Clipped({}, B, torch.zeros(B, dtype=torch.bool))
     _refuse_rounded_sums(grads)
     norms = {WHOLE: grads.norms()} if groups is None else grads.norms(groups=groups)
     margin = _margin(grads)
@@ -120,7 +120,7 @@ def clipped(grads: Grads, bounds: Mapping[str, Bound], *, groups: Groups | None 
     for g, names in names_of.items():
         keep, w = kept(torch.where(counted, weights[g], 0.0), B)
         sums |= {name: grads[name]._wide_weighted_sum(keep, w) for name in names if name in grads}
-    return Clipped(sums, B, (below & counted).sum())
+    return Clipped(sums, B, below & counted)
 
 
 def _margin(grads: Grads) -> float:
@@ -139,10 +139,10 @@ def _rounds_products() -> bool:
 def _refuse_rounded_sums(grads: Grads) -> None:
     for name in grads:
         for part in _parts(grads._joined(name)):
-            if isinstance(part, Pullback) and part.dtype in HALF:
+            if isinstance(part, Pullback) and (part.dtype in HALF or part.parameter.dtype in HALF):
                 raise SamplewiseError(
-                    f"parameter {name!r} takes part through a weight computed from it in {part.dtype} (a merge, a norm, a "
-                    "parametrization), where gradients of all samples are summed and rounded before noise is added: a sample "
+                    f"parameter {name!r} takes part through a weight computed in {part.dtype} from {part.parameter.dtype} (a merge, a "
+                    "norm, a parametrization), where gradients of all samples are summed and rounded before noise is added: a sample "
                     "could change them by more than the bound. Keep such parameters in float32."
                 )
 

@@ -28,6 +28,11 @@ class Part:
     is_last: bool
 
     @property
+    def sample_rate(self) -> float:
+        """The probability with which a sample is drawn; fixed, as draws are made ahead of the steps that account for them."""
+        return self._sample_rate
+
+    @property
     def num_rows(self) -> int:
         return self.num_samples if self.ids is None else len(self.ids)
 
@@ -82,7 +87,7 @@ class PoissonLoader:
             raise ValueError(f"a sample rate lies in (0, 1], got {sample_rate}")
         if steps < 1 or views < 1:
             raise ValueError(f"an epoch has a step or more and a sample a view or more, got {steps} and {views}")
-        self.dataset, self.sample_rate, self.steps, self.views = dataset, sample_rate, steps, views
+        self.dataset, self._sample_rate, self.steps, self.views = dataset, sample_rate, steps, views
         self.units = Units.of(len(dataset), sample_ids)
         self.max_physical_batch_size, self.seed, self.batch_dim = max_physical_batch_size, seed, batch_dim
         most = self.units.most_rows * views

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from samplewise.dp.accounting import Accountant
-from samplewise.dp.privacy import Bounds, Privacy
+from samplewise.dp.privacy import Bounds, Privacy, fixed
 from samplewise.errors import SamplewiseError
 
 KEY = "privacy"
@@ -108,7 +108,7 @@ class PrivateOptimizer(Optimizer):
     @max_grad_norm.setter
     def max_grad_norm(self, value: Bounds) -> None:
         self._privacy.refuse_in_a_draw("max_grad_norm")
-        before, self._privacy.max_grad_norm = self._privacy.max_grad_norm, value
+        before, self._privacy.max_grad_norm = self._privacy.max_grad_norm, fixed(value)
         try:
             self._privacy.noise_stds()
         except ValueError:

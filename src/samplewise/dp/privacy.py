@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from samplewise.dp.noise import Noise, noise_stds
 from samplewise.dp.session import Session, WholeStep
 from samplewise.errors import SamplewiseError
 
+LEAST_BOUND = 1e-15
+"""Squares of gradients near a smaller bound are lost in float32, and with them their norms."""
 Bounds = float | Mapping[str, float]
 
 
@@ -29,6 +32,11 @@ class Budget:
     steps: int
     accountant: str
     noise_multiplier: float
+
+
+def fixed(bounds: Bounds) -> Bounds:
+    """The bounds as they are now, whatever becomes of the caller's dict."""
+    return MappingProxyType(dict(bounds)) if isinstance(bounds, Mapping) else bounds
 
 
 class Privacy:
@@ -53,7 +61,7 @@ class Privacy:
         self.groups, self.how, self.budget = groups, how, budget
         self.accountant = Accountant()
         self.divisor = loader.batch_size if loss_reduction == "mean" else 1.0
-        self.noise_multiplier, self.max_grad_norm = noise_multiplier, max_grad_norm
+        self.noise_multiplier, self.max_grad_norm = noise_multiplier, fixed(max_grad_norm)
         self.given = {
             "noise_multiplier": noise_multiplier,
             "max_grad_norm": dict(max_grad_norm) if isinstance(max_grad_norm, Mapping) else max_grad_norm,
@@ -81,8 +89,10 @@ class Privacy:
         if isinstance(self.how, Adaptive):
             z = sum_noise_multiplier(z, self.how.count_std(self.loader.batch_size, z))
         bounds = self.bounds()
-        if not all(bound > 0 for bound in bounds.values()):
-            raise ValueError(f"max_grad_norm is positive, got {self.max_grad_norm}")
+        if not all(bound >= LEAST_BOUND for bound in bounds.values()):
+            raise ValueError(
+                f"max_grad_norm is positive, and not so small that squares vanish ({LEAST_BOUND}), got {bounds}"
+            )
         return noise_stds(bounds, z)
 
     def refuse_in_a_draw(self, what: str) -> None:
@@ -117,6 +127,8 @@ class Privacy:
         sums, draw = self.session.sums, self.session.draw
         if sums and not bool(torch.stack([total.isfinite().all().cpu() for total in sums.values()]).all()):
             raise SamplewiseError("a clipped sum is not finite, though samples that are not are left out of it.")
+        if any(torch.promote_types(total.dtype, torch.float32) != total.dtype for total in sums.values()):
+            raise SamplewiseError("a clipped sum was rounded to half precision before noise was added to it.")
         stds, gradients = self.noise_stds(), {}
         groups = {WHOLE: sorted(self.session.trainable())} if self.groups is None else self._grouped()
         self.accountant.record(noise_multiplier=self.noise_multiplier, sample_rate=self.loader.sample_rate)

@@ -201,7 +201,7 @@ class Session:
         for name, total in more.sums.items():
             self.sums[name] = self.sums[name] + total if name in self.sums else total
         self.num_samples += more.num_samples
-        self.num_below += int(more.num_below)
+        self.num_below += int(more.is_below.sum())
 
     def _close(self) -> Grads | None:
         """Ends the capture, if one is open, and gives it back."""

@@ -53,7 +53,7 @@ class Whole:
             )
         dim = self._options.get("batch_dim", 0)
         sizes = [t.shape[dim] for t in tree_leaves(batch) if isinstance(t, Tensor) and t.ndim > dim]
-        if part.num_samples not in sizes:
+        if any(size != part.num_samples for size in sizes):
             raise SamplewiseError(
                 f"step_on() got tensors of {sizes} rows, the batch of the private loader has {part.num_samples} samples. Give it "
                 "that batch, whole."
@@ -63,8 +63,13 @@ class Whole:
         for group, bound in bounds.items():
             self._bounds[group].fill_(bound)
         assert self._step is not None
-        loss, (sums, num_below) = self._step(*batch)
-        return loss, Clipped(sums, part.num_samples, num_below)
+        loss, (sums, is_below) = self._step(*batch)
+        if len(is_below) != part.num_samples:
+            raise SamplewiseError(
+                f"loss_fn gave the model {len(is_below)} samples, the batch of the private loader has {part.num_samples}: each "
+                "of them would be clipped as a sample of its own. Give the model the batch as it is."
+            )
+        return loss, Clipped(sums, part.num_samples, is_below)
 
     def _make_step(self, bounds: Mapping[str, float]) -> None:
         session, groups, eps = self._session, self._groups, self._eps
@@ -74,7 +79,7 @@ class Whole:
 
         def query(grads: Grads) -> tuple[dict[str, Tensor], Tensor]:
             result = clipped_of(model, grads, tensors, groups, eps)
-            return result.sums, result.num_below
+            return result.sums, result.is_below
 
         params = [escape(name) for name in sorted(self._trainable)]
         self._step = per_sample_step(model, self._loss_fn, query, compile=self._compile, params=params, **self._options)
