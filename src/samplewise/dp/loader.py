@@ -28,11 +28,6 @@ class Part:
     is_last: bool
 
     @property
-    def sample_rate(self) -> float:
-        """The probability with which a sample is drawn; fixed, as draws are made ahead of the steps that account for them."""
-        return self._sample_rate
-
-    @property
     def num_rows(self) -> int:
         return self.num_samples if self.ids is None else len(self.ids)
 
@@ -137,6 +132,11 @@ class PoissonLoader:
             multiprocessing_context=loader.multiprocessing_context,
             prefetch_factor=loader.prefetch_factor,
         )
+
+    @property
+    def sample_rate(self) -> float:
+        """The probability with which a sample is drawn; fixed, as draws are made ahead of the steps that account for them."""
+        return self._sample_rate
 
     @property
     def batch_size(self) -> float:
