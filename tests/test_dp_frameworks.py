@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ import samplewise as sw
 from samplewise.errors import SamplesMixError, SamplewiseError
 
 ROOT = Path(__file__).parents[1]
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+transformers = import_module("transformers")
+import_module("accelerate")
 pytestmark = pytest.mark.filterwarnings("default")  # theirs are not ours to mend
 
 
@@ -113,7 +114,7 @@ def test_what_the_trainer_would_do_wrong_is_refused(tmp_path, arguments):
 
 
 def test_peft_adapters_train_privately():
-    peft = pytest.importorskip("peft")
+    peft = import_module("peft")
     model = peft.get_peft_model(gpt2(), peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     rows = texts()
@@ -132,7 +133,7 @@ def test_peft_adapters_train_privately():
 
 def test_lightning_trains_privately(tmp_path):
     """By manual optimization on the optimizer itself: Lightning's own step passes a closure."""
-    lightning = pytest.importorskip("lightning")
+    lightning = import_module("lightning")
 
     class Module(lightning.LightningModule):
         def __init__(self):
@@ -179,7 +180,7 @@ def test_lightning_trains_privately(tmp_path):
 
 
 def test_lightnings_automatic_optimization_is_refused(tmp_path):
-    lightning = pytest.importorskip("lightning")
+    lightning = import_module("lightning")
     loader = sw.dp.PoissonLoader.of(DataLoader(data(), batch_size=10))
 
     class Module(lightning.LightningModule):

@@ -3,6 +3,7 @@
 import collections
 import copy
 import math
+from importlib import import_module
 
 import pytest
 import torch
@@ -84,7 +85,6 @@ def test_every_optimizer_of_torch_is_tried_or_refused():
     assert known - {"Optimizer", "LBFGS", "SparseAdam", "Muon"} <= set(OPTIMIZERS)
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="newer torch")
 def test_muon_takes_matrices():
     model = nn.Sequential(nn.Linear(5, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False))
     train(*private(model, torch.optim.Muon(model.parameters()), noise_multiplier=1.0, max_grad_norm=1.0))
@@ -270,7 +270,7 @@ def test_views_of_one_sample_count_once():
 
 def test_opacus_optimizer_over_our_grad_sample_gives_the_same_update():
     """Opacus clips to C / (n + 1e-6), we to C / (1.0001 n)."""
-    opacus = pytest.importorskip("opacus.optimizers")
+    opacus = import_module("opacus.optimizers")
     x, y = data().tensors
     theirs = mlp()
     dp = opacus.DPOptimizer(
@@ -289,7 +289,7 @@ def test_opacus_optimizer_over_our_grad_sample_gives_the_same_update():
 
 def test_opacus_noise_has_our_size():
     """The same clipping and noise multiplier give the same standard deviation of a gradient of pure noise."""
-    opacus = pytest.importorskip("opacus.optimizers")
+    opacus = import_module("opacus.optimizers")
     theirs, ours = nn.Linear(200, 100), nn.Linear(200, 100)
     dp = opacus.DPOptimizer(
         torch.optim.SGD(theirs.parameters(), lr=0.0), noise_multiplier=2.0, max_grad_norm=0.7, expected_batch_size=10
