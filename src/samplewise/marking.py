@@ -6,8 +6,10 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from samplewise.flow import Call, Several, flow, is_in_place, tensors_in, written
+from samplewise.flow import flow
+from samplewise.flow.call import Call, Several, is_in_place, tensors_in
 from samplewise.flow.memory import Known, shapes_of
+from samplewise.flow.writes import written
 from samplewise.samples import Layout, Lost, Mark, Marks, has_memory, same_ids
 from samplewise.tap import Recorder
 from samplewise.tracing import untraced

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from samplewise.errors import SamplesMixError, UnattributedError
-from samplewise.flow import Several
+from samplewise.flow.call import Several
 from samplewise.samples import Layout, Lost, Mark, Marks, Mixed
 from samplewise.tap import Recorder
 from samplewise.weights import Weight
