@@ -19,9 +19,10 @@ from samplewise.factors.norms import Norms
 from samplewise.factors.total import join
 from samplewise.intercept import Intercept
 from samplewise.losses import check_loss
+from samplewise.marks import Marks
 from samplewise.plan import Rates
 from samplewise.planner import Planner, device_of
-from samplewise.samples import Layout, Lost, Mark, Marks, Mixed
+from samplewise.samples import Layout, Lost, Mark, Mixed
 from samplewise.second import SecondPass
 from samplewise.sight import close_eyes, open_eyes
 from samplewise.tap import Note, Targets

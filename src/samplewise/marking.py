@@ -10,7 +10,8 @@ from samplewise.flow import flow
 from samplewise.flow.call import Call, Several, is_in_place, tensors_in
 from samplewise.flow.memory import Known, shapes_of
 from samplewise.flow.writes import written
-from samplewise.samples import Layout, Lost, Mark, Marks, has_memory, same_ids
+from samplewise.marks import Marks, has_memory
+from samplewise.samples import Layout, Lost, Mark, same_ids
 from samplewise.tap import Recorder
 from samplewise.tracing import untraced
 from samplewise.weights import Weight

@@ -8,7 +8,8 @@ from torch.utils._pytree import tree_leaves
 
 from samplewise.errors import SamplesMixError, UnattributedError
 from samplewise.flow.call import Several
-from samplewise.samples import Layout, Lost, Mark, Marks, Mixed
+from samplewise.marks import Marks
+from samplewise.samples import Layout, Lost, Mark, Mixed
 from samplewise.tap import Recorder
 from samplewise.weights import Weight
 

@@ -19,7 +19,8 @@ from samplewise.flow.moves import indexed_along
 from samplewise.flow.probe import probed
 from samplewise.flow.routing import DISCRETE
 from samplewise.flow.sums import flow_of_sums
-from samplewise.samples import NO_SAMPLE, Layout, Lost, Mark, Mixed, one_each
+from samplewise.fold import NO_SAMPLE
+from samplewise.samples import Layout, Lost, Mark, Mixed, one_each
 from samplewise.tracing import untraced
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from samplewise.flow.names import ADDING
-from samplewise.samples import NO_SAMPLE, Layout, Mark, Mixed
+from samplewise.fold import NO_SAMPLE
+from samplewise.samples import Layout, Mark, Mixed
 from samplewise.sight import CustomFunction
 from samplewise.tracing import untraced
 

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from samplewise.flow.call import Call
-from samplewise.samples import NO_SAMPLE, Layout, Lost, Mark
+from samplewise.fold import NO_SAMPLE
+from samplewise.samples import Layout, Lost, Mark
 
 
 def embedded(call: Call) -> Mark:

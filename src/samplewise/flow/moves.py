@@ -8,7 +8,8 @@ from torch.utils._pytree import tree_leaves
 
 from samplewise.flow.call import Call, Several, aligned, compressed, merged
 from samplewise.flow.indexing import selected_by_data
-from samplewise.samples import NO_SAMPLE, Layout, Lost, Mark
+from samplewise.fold import NO_SAMPLE
+from samplewise.samples import Layout, Lost, Mark
 
 
 def reshaped(call: Call) -> Mark:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from samplewise.flow.call import Call, aligned, compressed, merged
 from samplewise.flow.indexing import samples_of_pickers, spelt_index
-from samplewise.samples import NO_SAMPLE, Layout, Lost, Mark
+from samplewise.fold import NO_SAMPLE
+from samplewise.samples import Layout, Lost, Mark
 from samplewise.tracing import untraced
 
 
