@@ -31,7 +31,7 @@ from samplewise.weights import Weights
 
 
 class Capture:
-    """Records, for each captured parameter, one factor a use; the arguments are those of `queries.capture`."""
+    """Records, for each captured parameter, one factor a use; the arguments are those of `opening.capture`."""
 
     def __init__(
         self,

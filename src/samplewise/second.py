@@ -15,7 +15,21 @@ class SecondPass:
         self.samples = samples
         self.sums: dict[str, Tensor] = {}
 
+    def run(self, losses: Tensor, w_B: Tensor, sample_ids: Tensor | None) -> None:
+        """Backward of sum_b w[b] losses[b] over the samples that count; the graph is kept for another.
+
+        With `sample_ids` there may be one loss a row, and each has the weight of its sample.
+        """
+        w = w_B
+        if sample_ids is not None and losses.shape != w_B.shape:
+            w = w_B[sample_ids.to(w_B.device)]
+        w = w.to(losses.device)
+        counted = w.nonzero().squeeze(1)
+        if len(counted):
+            (losses[counted] * w[counted]).sum().backward(retain_graph=True)
+
     def take(self, targets: Targets, factor: Factor) -> None:
+        """Adds the share of one use, as backward brings it."""
         for name, pull in targets:
             part = pull(factor)
             device = part.tensors()[0].device

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from samplewise.capture import Capture
 from samplewise.errors import SamplesMixError, SamplewiseError
 from samplewise.intercept import paused
-from samplewise.queries import Grads, capture
+from samplewise.opening import capture
+from samplewise.queries import Grads
 from samplewise.samples import Layout, Mixed
 from samplewise.still import Still, attributes_put_back, same_randomness, twin
 
