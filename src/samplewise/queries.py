@@ -15,6 +15,7 @@ from samplewise.held import Held
 from samplewise.parameter import kept, runs
 from samplewise.precision import HALF
 from samplewise.projections import Projector, projector_of
+from samplewise.samples import Layout
 from samplewise.second import SecondPass
 
 
@@ -208,6 +209,15 @@ class Grads(Held, Answers[dict[str, Tensor]]):
         """d with d[b] = <gradient of sample b, sum of these samples, or all>, shape [B], in float32 or better."""
         return self._added([self[name].dots_with_sum(samples) for name in self])
 
+    def _w_of_losses(self, losses: Tensor, w_B: Tensor) -> Tensor:
+        """The weight of each loss; where several rows are of one sample, the losses' mark tells whose they are, not their number."""
+        if self.sample_ids is None:
+            return w_B
+        mark = self.marks.get(losses)
+        if isinstance(mark, Layout):
+            return w_B[mark.ids.expand(losses.shape).to(w_B.device)]
+        return w_B[self.sample_ids.to(w_B.device)] if len(losses) == self.num_rows else w_B
+
     def _weighted_by_group(self, groups: Groups, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """{name: sum_b w[b] G[b]} with the weights of its group; a sample without one in some group is left out of all."""
         left_out = reduce(torch.logical_or, (w == 0 for w in weights.values()))
@@ -227,7 +237,7 @@ class Grads(Held, Answers[dict[str, Tensor]]):
         w_B = w if keep is None else w.new_zeros(self.batch_size or 0).index_copy(0, keep, w)
         self._second = second = SecondPass(keep)
         try:
-            second.run(self._losses, w_B, self.sample_ids)
+            second.run(self._losses, self._w_of_losses(self._losses, w_B))
         finally:
             self._second = None
         of = {name: (self.parameters[name], second.sums.get(name)) for name in self}

@@ -15,14 +15,8 @@ class SecondPass:
         self.samples = samples
         self.sums: dict[str, Tensor] = {}
 
-    def run(self, losses: Tensor, w_B: Tensor, sample_ids: Tensor | None) -> None:
-        """Backward of sum_b w[b] losses[b] over the samples that count; the graph is kept for another.
-
-        With `sample_ids` there may be one loss a row, and each has the weight of its sample.
-        """
-        w = w_B
-        if sample_ids is not None and losses.shape != w_B.shape:
-            w = w_B[sample_ids.to(w_B.device)]
+    def run(self, losses: Tensor, w: Tensor) -> None:
+        """Backward of sum_i w[i] losses[i] over those with a weight; the graph is kept for another."""
         w = w.to(losses.device)
         counted = w.nonzero().squeeze(1)
         if len(counted):
