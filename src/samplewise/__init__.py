@@ -16,7 +16,8 @@ from samplewise.projections import Gaussian, Kronecker, Rademacher, SparseJL
 from samplewise.queries import Grads
 from samplewise.running import RunningMoments, RunningNoiseScale, RunningNorms
 from samplewise.step import StepResult, per_sample_step
-from samplewise.verification import Verification, verify
+from samplewise.verification import verify
+from samplewise.verification.table import Verification
 
 __version__ = "0.1.0"
 __all__ = [

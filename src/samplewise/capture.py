@@ -193,7 +193,7 @@ class Capture:
 
     def _verify(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Checks the call against truth if it is the first of its kind; nothing that this runs is recorded."""
-        from samplewise.verification import verify_first_use  # it captures, so it stands above this
+        from samplewise.verification.first_use import verify_first_use  # it captures, so it stands above this
 
         watching = [
             mode for mode in _get_current_function_mode_stack() if isinstance(mode, Intercept) and not mode.is_paused
