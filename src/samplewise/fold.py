@@ -83,6 +83,7 @@ class Fold:
         return {}
 
     def _find_slots(self, lead: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, int]:
+        """(order, sample, slot, the largest number of rows of a sample), on the CPU."""
         ids = self.ids.expand(lead).reshape(-1)
         order = torch.argsort(ids, stable=True)
         order = order[ids[order] != NO_SAMPLE]

@@ -40,6 +40,7 @@ class Held(Capture):
             self._versions[name] = []
 
     def _all_joined(self) -> dict[str, Factor]:
+        """{name: the factor of all its uses}."""
         return {name: self._joined(name) for name in self}
 
     def _joined(self, name: str) -> Factor:

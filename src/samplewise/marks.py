@@ -40,6 +40,7 @@ class Marks(Generic[M]):
         return [other for other in others if other.untyped_storage()._cdata == memory]
 
     def set(self, t: Tensor, mark: M) -> None:
+        """Marks the tensor, and the place that it takes up in memory for `recalled`."""
         self._entries[id(t)] = (weakref.ref(t, self._forgetting(id(t))) if self._at_once else weakref.ref(t), mark)
         if len(self._entries) > self._max_entries:
             self._sweep()
@@ -47,6 +48,7 @@ class Marks(Generic[M]):
             self._on_memory[_memory(t)] = (StorageWeakRef(t.untyped_storage()), mark)
 
     def _forgetting(self, key: int) -> Callable[[weakref.ref], None]:
+        """What drops the mark when its tensor dies, unless another tensor has got the same id since."""
         entries = self._entries
 
         def forget(ref: weakref.ref) -> None:
