@@ -15,10 +15,10 @@ from samplewise.flow.call import Call, Several, is_in_place, tensors_in
 from samplewise.flow.handlers import BY_SHAPES, MOVES, handler_of
 from samplewise.flow.indexing import indexed
 from samplewise.flow.memory import key_of, recalled, remember, shapes_of
+from samplewise.flow.mixed import of_mixed
 from samplewise.flow.moves import indexed_along
 from samplewise.flow.probe import probed
 from samplewise.flow.routing import DISCRETE
-from samplewise.flow.sums import flow_of_sums
 from samplewise.fold import NO_SAMPLE
 from samplewise.samples import Layout, Lost, Mark, Mixed, one_each
 from samplewise.tracing import untraced
@@ -85,7 +85,7 @@ def _followed(call: Call) -> Mark | Several | None:
     if any(isinstance(mark, Mixed) for mark in marks):
         if call.name == "scaled_dot_product_attention" and all(mark.discrete for mark in marks if isinstance(mark, Mixed)):
             return attention(call)  # a block mask, made of the samples' ids
-        return flow_of_sums(call)
+        return of_mixed(call, is_move=handler in MOVES)
     sample = _only_sample(marks)
     if sample is not None:  # whatever the op does with it
         return Several([call.layout(torch.full([1] * t.ndim, sample, device="cpu")) for t in call.results or [call.out]])

@@ -1,20 +1,16 @@
-"""Weighted sums of the samples, as a loss is, on their way through further ops."""
+"""What ops make of values in which samples met: a loss stays a weighted sum of its samples, or it does not."""
 
 from dataclasses import replace
 
 from torch import Tensor
 
 from samplewise.flow.call import Call
-from samplewise.flow.handlers import moves
 from samplewise.flow.names import ADDING, DIVIDING, LINEAR, SCALING
 from samplewise.samples import Mark, Mixed
 
 
-def flow_of_sums(call: Call) -> Mark:
-    """The mark of a call's results with samples that met already among its arguments.
-
-    A loss stays a weighted sum of its samples under sums, and under products with what needs no gradient.
-    """
+def of_mixed(call: Call, *, is_move: bool) -> Mark:
+    """A loss stays a weighted sum of its samples under sums, and under products with what needs no gradient."""
     mixed = [mark for _, mark in call.marks if isinstance(mark, Mixed)]
     learning = [t for t, _ in call.marks if t.requires_grad]
     nonlinear = Mixed(mixed[0].op)
@@ -23,7 +19,7 @@ def flow_of_sums(call: Call) -> Mark:
         return replace(mixed[0], even=even, reduction=_reduction_of_terms(mixed))
     if len(mixed) != len(call.marks) or not all(mark.linear for mark in mixed):
         return nonlinear  # a statistic of the batch goes back into its samples
-    if call.name in LINEAR or call.name in ("sum", "mean") or moves(call.name):
+    if call.name in LINEAR or call.name in ("sum", "mean") or is_move:
         return replace(mixed[0], even=all(mark.even for mark in mixed), reduction=_reduction_of_terms(mixed))
     only_numerator_learns = call.name not in DIVIDING or not learning or learning[0] is call.args[0]
     if len(mixed) > 1 and call.name not in DIVIDING:
