@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from samplewise.flow import flows_by_shapes, is_in_place, op_name
+from samplewise.flow.call import is_in_place, op_name
+from samplewise.flow.handlers import flows_by_shapes
 from samplewise.inside import ENGINE, without_override
 
 OPAQUE = set(

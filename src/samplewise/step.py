@@ -7,7 +7,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from samplewise.compiled import Compiled
-from samplewise.queries import Grads, LossFn, capture
+from samplewise.losses import LossFn
+from samplewise.opening import capture
+from samplewise.queries import Grads
 from samplewise.trace import Record
 
 

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samplewise.errors import UnattributedError
 from samplewise.factors.dense import Dense
-from samplewise.flow import is_torchs
+from samplewise.flow.call import is_torchs
 from samplewise.ops.registry import Meeting
 from samplewise.samples import Layout
 from samplewise.saving import kept_as_is

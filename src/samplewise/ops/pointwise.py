@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from samplewise.factors.dense import Dense
-from samplewise.flow import aligned
-from samplewise.flow.call import compressed
-from samplewise.flow.moves import spelt_index
+from samplewise.flow.call import aligned, compressed
+from samplewise.flow.indexing import spelt_index
+from samplewise.fold import Fold
 from samplewise.ops.registry import Meeting, rule
 from samplewise.precision import wide
-from samplewise.samples import Fold, Layout
+from samplewise.samples import Layout
 from samplewise.tracing import untraced
 
 
