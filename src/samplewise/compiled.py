@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from samplewise import sizes
 from samplewise.errors import SamplewiseError
+from samplewise.hints import hinted
 from samplewise.replay import replayed
 from samplewise.snapshot import Snapshot
 from samplewise.trace import Record, Run, Trace
@@ -194,9 +195,9 @@ class Compiled:
         self.num_graphs += 1
         tensors = [t for t in tree_flatten(batch)[0] if isinstance(t, Tensor)]
         if is_fixed:
-            compiled = torch.no_grad()(torch.compile(graph.forward, fullgraph=True, dynamic=False))
+            compiled = torch.no_grad()(torch.compile(hinted(graph).forward, fullgraph=True, dynamic=False))
             return replayed(compiled, graph, tensors)
-        compiled = torch.no_grad()(torch.compile(graph.forward, fullgraph=True))
+        compiled = torch.no_grad()(torch.compile(hinted(graph).forward, fullgraph=True))
 
         def run(*tensors: Tensor) -> list[Tensor]:
             rows = [t for t in tensors if self._has_rows(t, tensors[0].shape[self.batch_dim])]

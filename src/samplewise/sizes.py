@@ -81,6 +81,7 @@ def of_any_size(form: Template, graph: GraphModule, rows: tuple[int, int]) -> Gr
         if node.op != "placeholder" and size is None:
             size = out.call_function(torch.ops.aten.sym_size.int, (twins[placeholders[rows[0]]], rows[1]))
         twins[node] = out.create_node(node.op, node.target, filled(args), filled(kwargs), node.name)
+        twins[node].meta = dict(node.meta)
     return GraphModule(graph, out)
 
 
