@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from samplewise.constants import Constants
 from samplewise.errors import SamplewiseError
 from samplewise.still import attributes_put_back
 from samplewise.tracing import collecting, is_tracing
@@ -58,7 +59,7 @@ class Trace:
             filled = list(leaves)
             for i, t in zip(places, tensors, strict=True):
                 filled[i] = t
-            with collecting() as doubts, Unread(), Unlisted():
+            with collecting() as doubts, Unread(), Constants(), Unlisted():
                 result = run(tree_unflatten(filled, spec), self.record, verify=False)
             values, self._spec = tree_flatten(result)
             self._values = [NotImplemented if isinstance(v, Tensor) else v for v in values]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from samplewise.constants import on_cpu
 from samplewise.flow.call import Call, Several, aligned, compressed, merged
 from samplewise.samples import NO_SAMPLE, Layout, Lost, Mark
 from samplewise.tracing import untraced
@@ -112,8 +113,8 @@ def indexed_along(call: Call) -> Mark:
         return call.layout(ids)
     if call.name == "unfold":
         return Lost(call.name)
-    args = [a.cpu() if isinstance(a, Tensor) else a for a in call.args[1:]]
-    kwargs = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in call.kwargs.items()}
+    args = [on_cpu(a) if isinstance(a, Tensor) else a for a in call.args[1:]]
+    kwargs = {k: on_cpu(v) if isinstance(v, Tensor) else v for k, v in call.kwargs.items()}
     out = call.func(layout.ids, *args, **kwargs)
     if isinstance(out, Tensor):
         return call.layout(compressed(out))
@@ -141,7 +142,7 @@ def _selected_by_data(call: Call) -> Mark:
     parts = [layouts[id(index)].ids.reshape(shape)] if id(index) in layouts else []
     if id(source) in layouts:
         ids = layouts[id(source)].ids
-        parts.append(ids if ids.shape[dim] == 1 else ids.index_select(dim, index.cpu()))
+        parts.append(ids if ids.shape[dim] == 1 else ids.index_select(dim, on_cpu(index)))
     return merged(call, parts)
 
 
@@ -151,8 +152,8 @@ def indexed(call: Call) -> Mark:
     layouts = {id(t): mark for t, mark in call.marks if isinstance(mark, Layout)}
     parts = []
     if id(source) in layouts:
-        index, consumed = spelt_index(given, source.ndim)
         ids = layouts[id(source)].ids
+        index, consumed = spelt_index(given, source.ndim, ids)
         ids = ids.expand([*source.shape[:consumed], *ids.shape[consumed:]])
         parts.append(compressed(ids[index]))
     pickers = given if isinstance(given, tuple) else (given,)
@@ -172,7 +173,7 @@ def _samples_of_pickers(call: Call, pickers: tuple, layouts: dict[int, Layout], 
         return None
     if [i.dtype for i in run] == [torch.bool]:
         mask = run[0]
-        ids = layouts[id(mask)].ids.expand(mask.shape)[mask.cpu()]  # one element for each that the mask picks
+        ids = layouts[id(mask)].ids.expand(mask.shape)[on_cpu(mask)]  # one element for each that the mask picks
     elif any(i.dtype == torch.bool for i in run):
         return None
     else:
@@ -250,7 +251,7 @@ def added_along(call: Call) -> Mark:
     of_source = layouts[id(source)].ids
     if all(layout.ids.shape[dim] == 1 for layout in (layouts.get(id(t)) for t in (target, source)) if layout is not None):
         return merged(call, [layouts[id(t)].ids for t in (target, source) if id(t) in layouts])
-    index = index.cpu()
+    index = on_cpu(index)
     shape = list(of_source.shape)
     of_source = of_source.expand([*shape[:dim], len(index), *shape[dim + 1 :]])
     shape[dim] = target.shape[dim]
@@ -281,7 +282,7 @@ def gathered(call: Call) -> Mark:
                 ids = ids.narrow(d, 0, index.shape[d])
         if ids.shape[dim] != 1:
             ids = ids.expand([index.shape[d] if d != dim else source.shape[d] for d in range(source.ndim)])
-            ids = compressed(ids.gather(dim, index.cpu()))
+            ids = compressed(ids.gather(dim, on_cpu(index)))
         parts.append(ids)
     return merged(call, parts)
 
@@ -297,17 +298,27 @@ def scattered(call: Call) -> Mark:
     return met if all(index.shape[d] == target.shape[d] for d in met.dims) else Lost(call.name)
 
 
-def spelt_index(index: Any, ndim: int) -> tuple[tuple, int]:
-    """An index as a tuple without Ellipsis, its tensors on the CPU, and how many dimensions it consumes."""
+def spelt_index(index: Any, ndim: int, ids: Tensor | None = None) -> tuple[tuple, int]:
+    """An index as a tuple without Ellipsis, its tensors on the CPU, and how many dimensions it consumes.
+
+    With the ids that it is for, tensors that pick along a dimension without samples pick its first place: any other is the same.
+    """
     parts = index if isinstance(index, tuple) else (index,)
     parts = tuple(torch.tensor(i, device="cpu") if isinstance(i, list) else i for i in parts)
-    parts = tuple(i.cpu() if isinstance(i, Tensor) else i for i in parts)
-    consumed = sum(_consumed(i) for i in parts)
+    consumed = sum(map(_consumed, parts))
     dots = [k for k, i in enumerate(parts) if i is Ellipsis]
-    if not dots:
-        return parts, consumed
-    fill = (slice(None),) * (ndim - consumed)
-    return parts[: dots[0]] + fill + parts[dots[0] + 1 :], ndim
+    if dots:
+        parts = (*parts[: dots[0]], *[slice(None)] * (ndim - consumed), *parts[dots[0] + 1 :])
+        consumed = ndim
+    spelt, dim = [], 0
+    for i in parts:
+        if isinstance(i, Tensor):
+            is_same = ids is not None and i.dtype in (torch.int64, torch.int32) and ids.shape[dim] == 1
+            spelt.append(torch.zeros(i.shape, dtype=torch.long, device="cpu") if is_same else on_cpu(i))
+        else:
+            spelt.append(i)
+        dim += _consumed(i)
+    return tuple(spelt), consumed
 
 
 def unsqueezed(ids: Tensor, ndim: int) -> Tensor:
