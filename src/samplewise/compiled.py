@@ -11,12 +11,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from samplewise import sizes
 from samplewise.errors import SamplewiseError
+from samplewise.ops import cudnn  # noqa: F401  (registers its ops)
 from samplewise.replay import replayed
 from samplewise.snapshot import Snapshot
 from samplewise.trace import Record, Run, Trace
 
 MAX_FAMILIES = 8
 """How often a step is compiled anew for one kind of batch because something that its code reads has changed."""
+UNSIZED = torch.ops.samplewise.cudnn_steps.default
+"""An op whose results are of sizes that only running it tells."""
 MAX_SIZES = 4
 """How many sizes of a batch are compiled one by one where no graph for all sizes is found."""
 
@@ -193,10 +196,12 @@ class Compiled:
     def _compiled(self, graph: torch.fx.GraphModule, batch: tuple, *, is_fixed: bool) -> Callable[..., list[Tensor]]:
         self.num_graphs += 1
         tensors = [t for t in tree_flatten(batch)[0] if isinstance(t, Tensor)]
+        unsized = any(node.target is UNSIZED for node in graph.graph.nodes)
+        options: Any = {"fullgraph": True, "options": {"size_asserts": False} if unsized else None}
         if is_fixed:
-            compiled = torch.no_grad()(torch.compile(graph.forward, fullgraph=True, dynamic=False))
+            compiled = torch.no_grad()(torch.compile(graph.forward, dynamic=False, **options))
             return replayed(compiled, graph, tensors)
-        compiled = torch.no_grad()(torch.compile(graph.forward, fullgraph=True))
+        compiled = torch.no_grad()(torch.compile(graph.forward, **options))
 
         def run(*tensors: Tensor) -> list[Tensor]:
             rows = [t for t in tensors if self._has_rows(t, tensors[0].shape[self.batch_dim])]

@@ -56,11 +56,15 @@ class Pullback(Factor):
         return None if inner is None else Pullback(inner, self.edge, self.parameter, self.dtype)
 
     def _vjp(self, cotangent: Tensor, *, batched: bool) -> Tensor:
-        (gradient,) = torch.autograd.grad(
-            self.edge,
-            self.parameter,
-            cotangent,
-            retain_graph=True,
-            is_grads_batched=batched,
-        )
-        return gradient
+        def pull(c: Tensor) -> Tensor:
+            return torch.autograd.grad(self.edge, self.parameter, c, retain_graph=True)[0]
+
+        if not batched:
+            return pull(cotangent)
+        # is_grads_batched=True knows far fewer ops: where and masked_fill go one sample at a time there
+        was_enabled = torch._C._functorch._is_vmap_fallback_enabled()
+        torch._C._functorch._set_vmap_fallback_enabled(False)
+        try:
+            return torch.vmap(pull)(cotangent)
+        finally:
+            torch._C._functorch._set_vmap_fallback_enabled(was_enabled)
