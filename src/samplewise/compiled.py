@@ -1,7 +1,7 @@
 """Compiled steps: one graph for each kind of batch and state of the model that is met, whatever the batch's size."""
 
-import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ MAX_FAMILIES = 8
 UNSIZED = torch.ops.samplewise.cudnn_steps.default
 """An op whose results are of sizes that only running it tells."""
 MAX_SIZES = 4
-"""How many sizes of a batch are compiled one by one where no graph for all sizes is found."""
+"""How many sizes of a batch are compiled one by one where no graph for all sizes is found; others are taken op by op."""
 
 
 @dataclass
@@ -51,6 +51,10 @@ class Compiled:
         self.batch_dim, self.verify = batch_dim, verify
         self.num_graphs = 0
         """How many graphs have been compiled."""
+        self.num_op_by_op = 0
+        """How many steps were taken op by op in the graph's place: their answers are the same, their time is not."""
+        self.why_op_by_op: str | None = None
+        """Why the last of them was."""
         self._families: dict[Any, list[Family]] = {}
 
     def __call__(self, *batch: Any) -> Any:
@@ -62,18 +66,24 @@ class Compiled:
                 "op by op: per_sample_step(..., compile=False)."
             )
         size = next((t.shape[self.batch_dim] for t in tensors if t.ndim > self.batch_dim), 0)
-        graph = outputs = None
-        if size:
-            kind = (spec, tuple(self._kind(leaf, size) for leaf in leaves), _surroundings())
-            graph, outputs = self._launched(kind, size, tensors)
-            if graph is None:
-                graph = self._graph(self._family(kind, batch), size, batch)
+        if not size:
+            return self._op_by_op(batch, "a batch without samples")
+        kind = (spec, tuple(self._kind(leaf, size) for leaf in leaves), _surroundings())
+        graph, outputs = self._launched(kind, size, tensors)
         if graph is None:
-            return self.run(batch, Record(), verify=False)
+            family = self._family(kind, batch)
+            graph = self._graph(family, size, batch)
+            if graph is None:
+                return self._op_by_op(batch, f"a size beyond {MAX_SIZES}, and no graph serves all: {family.why_not}")
         outputs = graph.run(*tensors) if outputs is None else outputs
         if graph.trace.has_doubt and bool(outputs[-1]):
-            return self.run(batch, Record(), verify=False)
+            return self._op_by_op(batch, "values that need care: a sample that is not finite, or positions that cancel")
         return graph.trace.result(outputs)
+
+    def _op_by_op(self, batch: tuple, why: str) -> Any:
+        self.num_op_by_op += 1
+        self.why_op_by_op = why
+        return self.run(batch, Record(), verify=False)
 
     def _launched(self, kind: Any, size: int, tensors: list[Tensor]) -> tuple[Graph | None, list[Tensor] | None]:
         """The graph of the last step of this kind and what it gives, if it holds for this one.
@@ -152,11 +162,6 @@ class Compiled:
             except sizes.NotAlikeError as error:
                 family.why_not = str(error)
         if len(others) >= MAX_SIZES and size > 1:
-            warnings.warn(
-                f"no graph of the step serves batches of all sizes ({family.why_not}); after {MAX_SIZES} sizes others are taken op "
-                "by op. Give batches of a few sizes.",
-                stacklevel=4,
-            )
             return None
         trace = Trace(self.model, self.run, batch, Record())
         family.of_size[size] = Graph(trace, self._compiled(trace.graph, batch, is_fixed=True))
@@ -199,9 +204,8 @@ class Compiled:
         unsized = any(node.target is UNSIZED for node in graph.graph.nodes)
         options: Any = {"fullgraph": True, "options": {"size_asserts": False} if unsized else None}
         if is_fixed:
-            compiled = torch.no_grad()(torch.compile(graph.forward, dynamic=False, **options))
-            return replayed(compiled, graph, tensors)
-        compiled = torch.no_grad()(torch.compile(graph.forward, **options))
+            return replayed(_as_written(torch.compile(graph.forward, dynamic=False, **options)), graph, tensors)
+        compiled = _as_written(torch.compile(graph.forward, **options))
 
         def run(*tensors: Tensor) -> list[Tensor]:
             rows = [t for t in tensors if self._has_rows(t, tensors[0].shape[self.batch_dim])]
@@ -210,6 +214,20 @@ class Compiled:
             return compiled(*tensors)
 
         return run
+
+
+def _as_written(compiled: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    """The graph without gradients and without autocast: its casts stand in it, where the step has them and nowhere else."""
+
+    @torch.no_grad()
+    def run(*tensors: Tensor) -> list[Tensor]:
+        with ExitStack() as off:
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    off.enter_context(torch.autocast(device, enabled=False))
+            return compiled(*tensors)
+
+    return run
 
 
 HOOKS_OF_ALL_MODULES = [name for name in vars(nn.modules.module) if name.startswith("_global_") and name.endswith("_hooks")]

@@ -21,7 +21,7 @@ from samplewise.ops import cudnn
 from samplewise.ops.registry import Meeting, expansion, rule
 from samplewise.ops.steps import Steps
 from samplewise.samples import Layout, same_ids
-from samplewise.tracing import untraced
+from samplewise.tracing import is_tracing, untraced
 
 KERNELS = {"lstm": torch.lstm, "gru": torch.gru, "rnn_tanh": torch.rnn_tanh, "rnn_relu": torch.rnn_relu}
 
@@ -176,8 +176,8 @@ def recurrence_rule(
 
 
 def takes_steps(gates: Tensor) -> bool:
-    """Whether the steps are written out here: on the CPU torch's own are slower, and cannot leave weights out."""
-    return gates.is_cpu and gates.dtype in (torch.float32, torch.float64)
+    """Whether the steps are written out here: on the CPU torch's own are slower, and oneDNN's of bfloat16 give a graph no backward."""
+    return gates.is_cpu and (gates.dtype in (torch.float32, torch.float64) or is_tracing())
 
 
 @untraced
