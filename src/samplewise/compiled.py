@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from samplewise import sizes
+from samplewise.batches import has_rows, kind_of, resized, surroundings
 from samplewise.errors import SamplewiseError
 from samplewise.ops import cudnn  # noqa: F401  (registers its ops)
 from samplewise.replay import replayed
@@ -33,12 +34,22 @@ class Graph:
 
 
 @dataclass
+class AnySize(Graph):
+    """A step compiled for all sizes, as far as graphs of some agree."""
+
+    form: sizes.Template
+    smallest: int
+    largest: int
+    """Of the sizes that agreed: code may take another course for few samples or for many."""
+
+
+@dataclass
 class Family:
     """The graphs of one kind of batch, for one state of what the step's code reads."""
 
     snapshot: Snapshot
     of_size: dict[int, Graph] = field(default_factory=dict)
-    of_any_size: Graph | None = None
+    of_any_size: AnySize | None = None
     why_not: str | None = None
     """Why there is no graph for all sizes."""
 
@@ -68,7 +79,7 @@ class Compiled:
         size = next((t.shape[self.batch_dim] for t in tensors if t.ndim > self.batch_dim), 0)
         if not size:
             return self._op_by_op(batch, "a batch without samples")
-        kind = (spec, tuple(self._kind(leaf, size) for leaf in leaves), _surroundings())
+        kind = (spec, tuple(kind_of(leaf, self.batch_dim, size) for leaf in leaves), surroundings())
         graph, outputs = self._launched(kind, size, tensors)
         if graph is None:
             family = self._family(kind, batch)
@@ -99,16 +110,6 @@ class Compiled:
         except RuntimeError:  # parameters of another shape; if it is something else, it comes again
             return None, None
         return (graph, outputs) if family.snapshot.change() is None else (None, None)
-
-    def _kind(self, leaf: Any, size: int) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        shape = [-1 if self._is_row_dim(leaf, d, size) else n for d, n in enumerate(leaf.shape)]
-        strides = None if leaf.is_contiguous() else leaf.stride()
-        return tuple(shape), strides, leaf.dtype, leaf.device
-
-    def _is_row_dim(self, t: Tensor, d: int, size: int) -> bool:
-        return d == self.batch_dim and t.shape[d] == size
 
     def _family(self, kind: Any, batch: tuple) -> Family:
         families, change = self._families.setdefault(kind, []), None
@@ -151,7 +152,7 @@ class Compiled:
         """The graph for this size; None if the step is to be taken op by op."""
         if size in family.of_size:
             return family.of_size[size]
-        if family.of_any_size is not None and size > 1:
+        if size > 1 and family.of_any_size is not None and self._serves(family, size, batch):
             return family.of_any_size
         others = [n for n in family.of_size if n > 1]
         if size > 1 and others and family.why_not is None:
@@ -167,36 +168,41 @@ class Compiled:
         family.of_size[size] = Graph(trace, self._compiled(trace.graph, batch, is_fixed=True))
         return family.of_size[size]
 
-    def _graph_of_any_size(self, first: Trace, size: int, batch: tuple) -> Graph:
+    def _serves(self, family: Family, size: int, batch: tuple) -> bool:
+        """Whether the graph of any size is one of this; found out by a trace where the size is smaller or larger than others."""
+        graph = family.of_any_size
+        assert graph is not None
+        if graph.smallest <= size <= graph.largest:
+            return True
+        if family.why_not is not None:
+            return False
+        trace = Trace(self.model, self.run, batch, Record(routes=graph.trace.record.routes))
+        try:
+            sizes.check(graph.form, graph.trace.graph, trace.graph, size)
+        except sizes.NotAlikeError as error:
+            family.why_not = str(error)
+            return False
+        graph.smallest, graph.largest = min(size, graph.smallest), max(size, graph.largest)
+        return True
+
+    def _graph_of_any_size(self, first: Trace, size: int, batch: tuple) -> AnySize:
         small = first.record.batch_size
         leaves, spec = tree_flatten(batch)
-        if small is None or not any(isinstance(t, Tensor) and self._has_rows(t, size) for t in leaves):
+        tensors = [t for t in leaves if isinstance(t, Tensor)]
+        place = next((i for i, t in enumerate(tensors) if has_rows(t, self.batch_dim, size)), None)
+        if small is None or place is None:
             raise sizes.NotAlikeError("the size of the batch is not one of its tensors'")
         pinned = Record(routes=first.record.routes)
         second = Trace(self.model, self.run, batch, pinned)
-        third_size = small + size
-        third = Trace(
-            self.model, self.run, tree_unflatten([self._resized(t, size, third_size) for t in leaves], spec), pinned
-        )
+        third_size = (small + size) | 1  # odd: sizes are often multiples of 8, and code may round up to them
+        more = tree_unflatten([resized(t, self.batch_dim, size, third_size) for t in leaves], spec)
+        third = Trace(self.model, self.run, more, pinned)
         if second.record.batch_size != size:
             raise sizes.NotAlikeError("the size of the batch is not that of its first tensor")
         form = sizes.template(first.graph, second.graph, (small, size))
         sizes.check(form, first.graph, third.graph, third_size)
-        tensors = [t for t in leaves if isinstance(t, Tensor)]
-        place = next(i for i, t in enumerate(tensors) if self._has_rows(t, size))
         graph = sizes.of_any_size(form, first.graph, (place, self.batch_dim))
-        return Graph(first, self._compiled(graph, batch, is_fixed=False))
-
-    def _has_rows(self, t: Tensor, size: int) -> bool:
-        return t.ndim > self.batch_dim and t.shape[self.batch_dim] == size
-
-    def _resized(self, leaf: Any, size: int, other: int) -> Any:
-        """A tensor like this with another number of rows; its values are not read."""
-        if not isinstance(leaf, Tensor) or not self._has_rows(leaf, size):
-            return leaf
-        shape = list(leaf.shape)
-        shape[self.batch_dim] = other
-        return leaf.new_zeros(shape)
+        return AnySize(first, self._compiled(graph, batch, is_fixed=False), form, min(small, size), third_size)
 
     def _compiled(self, graph: torch.fx.GraphModule, batch: tuple, *, is_fixed: bool) -> Callable[..., list[Tensor]]:
         self.num_graphs += 1
@@ -208,7 +214,7 @@ class Compiled:
         compiled = _as_written(torch.compile(graph.forward, **options))
 
         def run(*tensors: Tensor) -> list[Tensor]:
-            rows = [t for t in tensors if self._has_rows(t, tensors[0].shape[self.batch_dim])]
+            rows = [t for t in tensors if has_rows(t, self.batch_dim, tensors[0].shape[self.batch_dim])]
             for t in rows:
                 torch._dynamo.maybe_mark_dynamic(t, self.batch_dim)
             return compiled(*tensors)
@@ -228,17 +234,3 @@ def _as_written(compiled: Callable[..., list[Tensor]]) -> Callable[..., list[Ten
             return compiled(*tensors)
 
     return run
-
-
-HOOKS_OF_ALL_MODULES = [name for name in vars(nn.modules.module) if name.startswith("_global_") and name.endswith("_hooks")]
-
-
-def _surroundings() -> Any:
-    """What torch itself does otherwise from the same call."""
-    return (
-        tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
-        torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        tuple(tuple(vars(nn.modules.module)[hooks]) for hooks in HOOKS_OF_ALL_MODULES),
-    )

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch._C._functorch import _is_vmap_fallback_enabled, _set_vmap_fallback_enabled
 from torch.autograd.graph import GradientEdge
 
 from samplewise.factors.base import Factor
@@ -62,9 +63,9 @@ class Pullback(Factor):
         if not batched:
             return pull(cotangent)
         # is_grads_batched=True knows far fewer ops: where and masked_fill go one sample at a time there
-        was_enabled = torch._C._functorch._is_vmap_fallback_enabled()
-        torch._C._functorch._set_vmap_fallback_enabled(False)
+        was_enabled = _is_vmap_fallback_enabled()
+        _set_vmap_fallback_enabled(False)
         try:
             return torch.vmap(pull)(cotangent)
         finally:
-            torch._C._functorch._set_vmap_fallback_enabled(was_enabled)
+            _set_vmap_fallback_enabled(was_enabled)

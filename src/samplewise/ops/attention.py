@@ -30,8 +30,7 @@ def biased_attention(
     assert attn_mask is not None
     if enable_gqa:
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = (query * scale) @ key.mT + attn_mask
+    scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.mT + attn_mask
     blind = (scores == -torch.inf).all(-1, keepdim=True)
     seen = F.softmax(scores.masked_fill(blind, 0), -1).masked_fill(blind, 0)
     return F.dropout(seen, dropout_p) @ value

@@ -17,7 +17,13 @@ DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
 def takes(gates: Tensor) -> bool:
     """Whether cuDNN takes the steps with these gates."""
-    return gates.is_cuda and gates.dtype in DTYPES and gates.numel() > 0 and torch.backends.cudnn.enabled and not torch.version.hip
+    return (
+        gates.is_cuda
+        and gates.dtype in DTYPES
+        and gates.numel() > 0
+        and torch.backends.cudnn.enabled
+        and not torch.version.hip
+    )
 
 
 class Cudnn(torch.autograd.Function):
@@ -29,7 +35,12 @@ class Cudnn(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         like = {"dtype": gates.dtype, "device": gates.device}
         nothing = torch.zeros(gates.shape[-1], **like)
-        weights = [torch.eye(gates.shape[-1], **like), w.to(gates.dtype), nothing, nothing if b is None else b.to(gates.dtype)]
+        weights = [
+            torch.eye(gates.shape[-1], **like),
+            w.to(gates.dtype),
+            nothing,
+            nothing if b is None else b.to(gates.dtype),
+        ]
         states = [state.to(gates.dtype).contiguous() for state in first]
         y, *ends, reserve, packed = cudnn_steps(kind, sizes, gates.contiguous(), weights, states)
         ctx.kind, ctx.sizes = kind, sizes
@@ -45,7 +56,9 @@ class Cudnn(torch.autograd.Function):
             )
         gates, y, reserve, packed, *rest = ctx.saved_tensors
         grads = [t.contiguous() for t in (gy, *ends)]
-        g, *states = cudnn_steps_backward(ctx.kind, ctx.sizes, gates.contiguous(), y, grads, reserve, packed, rest[:4], rest[4:])
+        g, *states = cudnn_steps_backward(
+            ctx.kind, ctx.sizes, gates.contiguous(), y, grads, reserve, packed, rest[:4], rest[4:]
+        )
         return None, None, g, None, None, *states
 
 
@@ -53,7 +66,9 @@ class Cudnn(torch.autograd.Function):
 def cudnn_steps(kind: str, sizes: list[int], gates: Tensor, weights: list[Tensor], states: list[Tensor]) -> list[Tensor]:
     """[outputs, last h, last c, what backward needs, the weights as cuDNN has them]"""
     with torch.autocast("cuda", enabled=False):
-        return list(torch.ops.aten._cudnn_rnn(gates, weights, 4, None, *_pair(states), *_options(kind, states[0]), sizes, None))
+        return list(
+            torch.ops.aten._cudnn_rnn(gates, weights, 4, None, *_pair(states), *_options(kind, states[0]), sizes, None)
+        )
 
 
 @torch.library.custom_op("samplewise::cudnn_steps_backward", mutates_args=())
