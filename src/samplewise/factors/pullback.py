@@ -2,7 +2,7 @@
 
 import torch
 from torch import Tensor
-from torch._C._functorch import _is_vmap_fallback_enabled, _set_vmap_fallback_enabled
+from torch._C._functorch import _is_vmap_fallback_enabled, _set_vmap_fallback_enabled  # type: ignore[attr-defined]
 from torch.autograd.graph import GradientEdge
 
 from samplewise.factors.base import Factor
