@@ -72,6 +72,11 @@ class Layout:
             self._derived[key] = Layout(ids(), self.num_samples)
         return self._derived[key]
 
+    def ids_on(self, device: torch.device) -> Tensor:
+        """The ids for an op on data there; a graph makes them anew where they only count, so that it serves other sizes too."""
+        in_order = self.fold(0).axis is not None
+        return torch.arange(self.num_samples, device=device).reshape(self.ids.shape) if in_order else self.ids.to(device)
+
     @cached_property
     def _derived(self) -> dict[Any, "Layout"]:
         return {}

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samplewise.constants import on_cpu
 from samplewise.flow.call import Call, Several, aligned, compressed, merged
 from samplewise.samples import Layout, Lost, Mark
 
@@ -16,8 +17,8 @@ def indexed(call: Call) -> Mark:
     layouts = call.layouts
     parts = []
     if id(source) in layouts:
-        index, consumed = spelt_index(given, source.ndim)
         ids = layouts[id(source)].ids
+        index, consumed = spelt_index(given, source.ndim, ids)
         ids = ids.expand([*source.shape[:consumed], *ids.shape[consumed:]])
         parts.append(compressed(ids[index]))
     pickers = given if isinstance(given, tuple) else (given,)
@@ -37,7 +38,7 @@ def samples_of_pickers(call: Call, pickers: tuple, layouts: dict[int, Layout], n
         return None
     if [i.dtype for i in run] == [torch.bool]:
         mask = run[0]
-        ids = layouts[id(mask)].ids.expand(mask.shape)[mask.cpu()]  # one element for each that the mask picks
+        ids = layouts[id(mask)].ids.expand(mask.shape)[on_cpu(mask)]  # one element for each that the mask picks
     elif any(i.dtype == torch.bool for i in run):
         return None
     else:
@@ -49,17 +50,27 @@ def samples_of_pickers(call: Call, pickers: tuple, layouts: dict[int, Layout], n
     return ids.reshape([1] * lead + list(ids.shape) + [1] * (ndim - lead - ids.ndim))
 
 
-def spelt_index(index: Any, ndim: int) -> tuple[tuple, int]:
-    """An index as a tuple without Ellipsis, its tensors on the CPU, and how many dimensions it consumes."""
+def spelt_index(index: Any, ndim: int, ids: Tensor | None = None) -> tuple[tuple, int]:
+    """An index as a tuple without Ellipsis, its tensors on the CPU, and how many dimensions it consumes.
+
+    With the ids that it is for, tensors that pick along a dimension without samples pick its first place: any other is the same.
+    """
     parts = index if isinstance(index, tuple) else (index,)
     parts = tuple(torch.tensor(i, device="cpu") if isinstance(i, list) else i for i in parts)
-    parts = tuple(i.cpu() if isinstance(i, Tensor) else i for i in parts)
-    consumed = sum(_consumed(i) for i in parts)
+    consumed = sum(map(_consumed, parts))
     dots = [k for k, i in enumerate(parts) if i is Ellipsis]
-    if not dots:
-        return parts, consumed
-    fill = (slice(None),) * (ndim - consumed)
-    return parts[: dots[0]] + fill + parts[dots[0] + 1 :], ndim
+    if dots:
+        parts = (*parts[: dots[0]], *[slice(None)] * (ndim - consumed), *parts[dots[0] + 1 :])
+        consumed = ndim
+    spelt, dim = [], 0
+    for i in parts:
+        if isinstance(i, Tensor):
+            is_same = ids is not None and i.dtype in (torch.int64, torch.int32) and ids.shape[dim] == 1
+            spelt.append(torch.zeros(i.shape, dtype=torch.long, device="cpu") if is_same else on_cpu(i))
+        else:
+            spelt.append(i)
+        dim += _consumed(i)
+    return tuple(spelt), consumed
 
 
 def _consumed(index: Any) -> int:
@@ -79,7 +90,7 @@ def selected_by_data(call: Call) -> Mark:
     parts = [layouts[id(index)].ids.reshape(shape)] if id(index) in layouts else []
     if id(source) in layouts:
         ids = layouts[id(source)].ids
-        parts.append(ids if ids.shape[dim] == 1 else ids.index_select(dim, index.cpu()))
+        parts.append(ids if ids.shape[dim] == 1 else ids.index_select(dim, on_cpu(index)))
     return merged(call, parts)
 
 
@@ -100,7 +111,7 @@ def gathered(call: Call) -> Mark:
                 ids = ids.narrow(d, 0, index.shape[d])
         if ids.shape[dim] != 1:
             ids = ids.expand([index.shape[d] if d != dim else source.shape[d] for d in range(source.ndim)])
-            ids = compressed(ids.gather(dim, index.cpu()))
+            ids = compressed(ids.gather(dim, on_cpu(index)))
         parts.append(ids)
     return merged(call, parts)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from samplewise.constants import on_cpu
 from samplewise.flow.call import Call, Several, aligned, compressed, merged
 from samplewise.flow.indexing import selected_by_data
 from samplewise.fold import NO_SAMPLE
@@ -109,8 +110,8 @@ def indexed_along(call: Call) -> Mark:
         return call.layout(ids)
     if call.name == "unfold":
         return Lost(call.name)
-    args = [a.cpu() if isinstance(a, Tensor) else a for a in call.args[1:]]
-    kwargs = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in call.kwargs.items()}
+    args = [on_cpu(a) if isinstance(a, Tensor) else a for a in call.args[1:]]
+    kwargs = {k: on_cpu(v) if isinstance(v, Tensor) else v for k, v in call.kwargs.items()}
     out = call.func(layout.ids, *args, **kwargs)
     if isinstance(out, Tensor):
         return call.layout(compressed(out))

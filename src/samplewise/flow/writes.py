@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from samplewise.constants import on_cpu
 from samplewise.flow.call import Call, aligned, compressed, merged
 from samplewise.flow.indexing import samples_of_pickers, spelt_index
 from samplewise.fold import NO_SAMPLE
@@ -71,7 +72,7 @@ def added_along(call: Call) -> Mark:
     of_source = layouts[id(source)].ids
     if all(layout.ids.shape[dim] == 1 for layout in (layouts.get(id(t)) for t in (target, source)) if layout is not None):
         return merged(call, [layouts[id(t)].ids for t in (target, source) if id(t) in layouts])
-    index = index.cpu()
+    index = on_cpu(index)
     shape = list(of_source.shape)
     of_source = of_source.expand([*shape[:dim], len(index), *shape[dim + 1 :]])
     shape[dim] = target.shape[dim]
