@@ -18,6 +18,7 @@ from samplewise.plan import Rates
 from samplewise.precision import HALF
 from samplewise.projections import Projector, projector_of
 from samplewise.second import SecondPass
+from samplewise.unwatched import unwatched
 
 LossFn = Callable[..., Tensor]
 """(model, *batch) → one loss a sample, shape [B]."""
@@ -46,6 +47,7 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
         first = self._aliases[name]
         return ParameterGrads(first, self.parameters[first], lambda: self._joined(first), self._factor_scale, self._planner)
 
+    @unwatched
     def materialize(self) -> dict[str, Tensor]:
         """{name: G} with G[b] the gradient of sample b, shape [B, *shape]."""
         return {name: self[name].materialize() for name in self}
@@ -77,6 +79,7 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
     @overload
     def sq_norms(self, *, groups: Groups) -> dict[str, Tensor]: ...
 
+    @unwatched
     def sq_norms(self, *, groups: Groups | None = None) -> Tensor | dict[str, Tensor]:
         """n with n[b] = sum |G[b]|² over all captured parameters, shape [B]; {group: n} with `groups`, as in `norms`."""
         if groups is None:
@@ -94,6 +97,7 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
     @overload
     def norms(self, *, groups: Groups) -> dict[str, Tensor]: ...
 
+    @unwatched
     def norms(self, *, groups: Groups | None = None) -> Tensor | dict[str, Tensor]:
         """n with n[b] = ‖gradient of sample b over all captured parameters‖, shape [B], in float32 or better.
 
@@ -118,9 +122,12 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
 
     def weighted_sum(self, w: Tensor) -> dict[str, Tensor]:
         """{name: sum_b w[b] G[b]}, each like its parameter; a sample with w[b] = 0 is left out, even if it is NaN."""
-        keep, w = kept(w, self.batch_size)
-        if self.keep == "graph":
-            return self._by_second_backward(keep, w)
+        if self.keep == "graph":  # backward may run a checkpointed forward again, which must be seen
+            return self._by_second_backward(*kept(w, self.batch_size))
+        return self._sum_of(*kept(w, self.batch_size))
+
+    @unwatched
+    def _sum_of(self, keep: Tensor | None, w: Tensor) -> dict[str, Tensor]:
         if len(w) == 0:
             return {name: torch.zeros_like(self.parameters[name]) for name in self}
         half = {name for name, p in self.parameters.items() if p.dtype in HALF}
@@ -159,6 +166,7 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
         weights = {group: normalizing(n, eps) for group, n in self.norms(groups=groups).items()}
         return self._weighted_by_group(groups, weights)
 
+    @unwatched
     def dots(self, direction: "Mapping[str, Tensor] | Grads") -> Tensor:
         """d with d[b] = <direction, gradient of sample b>, shape [B], in float32 or better.
 
@@ -172,6 +180,7 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
             raise KeyError(f"the direction names {unknown}, which are not captured parameters")
         return self._added([self[name].dots(direction[name]) for name in direction if name in self])
 
+    @unwatched
     def gram(self, other: "Grads | None" = None) -> Tensor:
         """K with K[b, c] = <gradient of sample b, gradient of sample c of the other capture, or of this>, shape [B, C].
 
@@ -186,24 +195,29 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
         parts = [self[name].gram(other[name]) for name in self if name in other]
         return self._added(parts or [torch.outer(self.norms(), other.norms()).zero_()])
 
+    @unwatched
     def sum(self) -> dict[str, Tensor]:
         """{name: sum_b G[b]}, each like its parameter: what `.grad` would be."""
         if self.keep == "graph":
             return self.weighted_sum(torch.ones(self.batch_size or 0))
         return {name: self[name].sum() for name in self}
 
+    @unwatched
     def second_moment(self) -> dict[str, Tensor]:
         """{name: sum_b |G[b]|² element by element}, each shaped like its parameter, real, in float32 or better."""
         return {name: self[name].second_moment() for name in self}
 
+    @unwatched
     def fisher_diagonal(self) -> dict[str, Tensor]:
         """{name: (1/B) sum_b |G[b]|² element by element}: the diagonal of the empirical Fisher matrix."""
         return {name: self[name].fisher_diagonal() for name in self}
 
+    @unwatched
     def variance(self) -> dict[str, Tensor]:
         """{name: 1/(B-1) sum_b |G[b] - mean|² element by element}, real, in float32 or better."""
         return {name: self[name].variance() for name in self}
 
+    @unwatched
     def project(self, projector: Projector | None = None, *, dim: int | None = None, seed: int = 0) -> Tensor:
         """p with p[b] the projection of the gradient of sample b, shape [B, K], in float32 or better.
 
@@ -220,6 +234,7 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
         }
         return torch.cat([part.to(like) for part in of.values()], 1)
 
+    @unwatched
     def dots_with_sum(self, samples: Tensor | None = None) -> Tensor:
         """d with d[b] = <gradient of sample b, sum of these samples, or all>, shape [B], in float32 or better."""
         return self._added([self[name].dots_with_sum(samples) for name in self])
@@ -249,12 +264,14 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
             if n in sums
         }
 
+    @unwatched
     def _weighted_by_group(self, groups: Groups, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A sample that is without a weight in one group is left out of all."""
         left_out = reduce(torch.logical_or, (w == 0 for w in weights.values()))
         w_of = {name: weights[group] for group, names in grouped(self._aliases, groups).items() for name in names}
         return {name: self[name].weighted_sum(torch.where(left_out, 0.0, w_of[name])) for name in self}
 
+    @unwatched
     def _norm_of(self, direction: Mapping[str, Tensor]) -> Tensor:
         return self._added([squares(d).sum() for d in direction.values()]).sqrt()
 
