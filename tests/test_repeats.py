@@ -188,7 +188,7 @@ def test_marks_of_the_dead_are_swept_out(at_once):
         marks.set(t, "living")
     for _ in range(20_000):
         marks.set(torch.zeros(1), "dead")
-    assert len(marks._entries) <= (102 if at_once else 4097)
+    assert len(marks.entries) <= (102 if at_once else 4097)
     assert [marks.get(t) for t in living] == ["living"] * 100
     assert sum(marks.get(torch.zeros(1)) is not None for _ in range(1000)) == 0  # though ids come again
 
@@ -201,7 +201,7 @@ def test_a_derived_weight_that_died_lets_its_graph_go():
             _ = model.weight * torch.ones(D, D)
         del _
         gc.collect()
-        assert not grads.weights._derived.tensors() and not grads.weights._derived._entries
+        assert not grads.weights._derived.tensors() and not grads.weights._derived.entries
 
 
 # --- calls of modules ------------------------------------------------------------------------------------------------
