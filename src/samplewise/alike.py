@@ -102,12 +102,15 @@ class Alike:
             return NotImplemented
         if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return NotImplemented
-        tensors = [*args, *kwargs.values()]
+        tensors = [*args, *kwargs.values()] if kwargs else list(args)
         plain = tensors.copy()
         for place in recipe.weights:
             plain[place] = tensors[place].detach()
-        num = len(args)
-        out = recipe.run(*plain[:num], **dict(zip(kwargs, plain[num:], strict=True))) if kwargs else recipe.run(*plain)
+        if kwargs:
+            num = len(args)
+            out = recipe.run(*plain[:num], **dict(zip(kwargs, plain[num:], strict=True)))
+        else:
+            out = recipe.run(*plain)
         results = out if isinstance(out, tuple) else (out,)
         y = results[0]
         if y.shape != known.shapes:
