@@ -23,8 +23,8 @@ INTEGERS = frozenset([int])
 class Alike:
     """Runs calls of one capture by what is remembered of all.
 
-    This is the way that nearly every call of a step goes, so it is written out: 3 µs a call beside the op, where a look, a
-    key and a mark with a function each took 7 (Xeon).
+    This is the way that nearly every call of a step goes, so it is written out: x.view takes 3.1 µs more than plain, 1.2 of them
+    the mode; with a look, a key and a mark in functions of their own it took 3.9 (Xeon, in a loop).
     """
 
     def __init__(self, recorder: Recorder, marking: Marking):

@@ -115,7 +115,7 @@ class Outer(Factor):
         return self._arranged(product(rows_g.mT, rows_a))
 
     def _simple_weighted_sum(self, w_B: Tensor, *, rounded: bool) -> Tensor:
-        """As of any, by 5 ops and not 14: 20 µs of Python where it took 50 (Xeon)."""
+        """As of any, by fewer views: 21 µs where it took 28 for B = 4, T = 16, 48×144 (Xeon)."""
         (B, T, _, I), O = self.a.shape, self.g.shape[-1]
         a, g, w = self.a.view(B, T, I), self.g.view(B, T, O), w_B.to(wide_dtype(self.g)).view(B, 1, 1)
         if g.dtype in HALF and not g.is_cuda:
