@@ -51,7 +51,9 @@ def _fitting(group: dict[str, Outer]) -> Iterator[dict[str, Outer]]:
     """The group cut into parts that fit, even ones; nothing if its layers are large."""
     first = next(iter(group.values()))
     limit = CHUNK_BYTES.get(first.g.device.type, CHUNK_BYTES["cuda"])
-    num_bytes = max(1, (first.a.nbytes + first.g.nbytes) * max(4, first.g.element_size()) // first.g.element_size())
+    num_bytes = max(1, first.a.nbytes + first.g.nbytes)
+    if not first.g.is_cuda:  # where half precision is taken as float32
+        num_bytes = num_bytes * max(4, first.g.element_size()) // first.g.element_size()
     if num_bytes * SHARE > limit:
         return
     num_parts = math.ceil(len(group) / (limit // num_bytes))
