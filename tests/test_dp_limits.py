@@ -339,7 +339,7 @@ def test_a_derived_weight_in_half_precision_is_refused():
 
 
 def test_autocast_trains():
-    model, optimizer, loader = private(max_grad_norm=1.0, noise_multiplier=1.0, verify=True)
+    model, optimizer, loader = private(max_grad_norm=1.0, noise_multiplier=1.0)
     for x, y in loader:
         with torch.autocast("cpu", torch.bfloat16):
             loss = F.cross_entropy(model(x), y)
@@ -443,7 +443,7 @@ def test_workers_and_a_loader_of_dicts():
 @pytest.mark.parametrize("of_users", [False, True])
 def test_empty_draws_take_a_step_of_noise(of_users):
     model, optimizer, loader = private(
-        loader=DataLoader(data(60 if of_users else 30), batch_size=1), max_grad_norm=1.0, noise_multiplier=1.0, verify=True,
+        loader=DataLoader(data(60 if of_users else 30), batch_size=1), max_grad_norm=1.0, noise_multiplier=1.0,
         sample_ids=[k // 2 for k in range(60)] if of_users else None,
     )  # fmt: skip
     before, empty = weights(model), 0

@@ -18,13 +18,13 @@ from samplewise.factors.base import Factor
 from samplewise.factors.norms import Norms
 from samplewise.factors.total import join
 from samplewise.intercept import Intercept
-from samplewise.losses import check_loss
+from samplewise.losses import check_loss, check_reduction
 from samplewise.plan import Rates
 from samplewise.planner import Planner, device_of
 from samplewise.samples import Layout, Lost, Mark, Marks, Mixed
 from samplewise.second import SecondPass
 from samplewise.sight import close_eyes, open_eyes
-from samplewise.tap import Note, Targets
+from samplewise.tap import Guard, Note, Targets
 from samplewise.watching import Watch
 from samplewise.weights import Weights
 
@@ -94,7 +94,11 @@ class Capture:
         self.notes: dict[str, list[Note]] = {}
         """How the uses of each parameter were understood."""
         self._versions: dict[str, list[tuple[Tensor, int]]] = {}
+        self.guard: Guard | None = None
+        """Who is stricter about losses than a capture must be."""
         self._scale: float | None = None
+        self._takes_each = False
+        """Whether backward starts from one loss a sample, so that there is no reduction to check."""
         self._losses: Tensor | None = None
         """What a second backward starts from."""
         self._second: SecondPass | None = None
@@ -169,6 +173,11 @@ class Capture:
             self._outermost = None
             if self._watch is not None:
                 self._watch.hear_all()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the model is being called."""
+        return self._outermost is not None
 
     @property
     def _is_listening(self) -> bool:
@@ -310,16 +319,28 @@ class Capture:
                 "sum what belongs to one sample."
             )
         self._set_scale(1.0)
-        losses.sum().backward(retain_graph=self.keep == "graph")
+        self._takes_each = True
+        try:
+            losses.sum().backward(retain_graph=self.keep == "graph")
+        finally:
+            self._takes_each = False
         if self.keep == "graph":
             self._losses = losses
 
-    def check_losses(self, losses: list[tuple[Tensor, Mark | None]]) -> None:
+    def check_losses(self, losses: list[tuple[Tensor, Mark | None]], *, is_weighted: bool) -> None:
         """Raises if a value that backward starts from is not made of separate samples, or not as `loss_reduction` says."""
         for loss, mark in losses:
             if mark is None and self.weights.is_data(loss):
                 mark = Lost("code that was not seen")
-            check_loss(mark, None if self._scale is not None else self.loss_reduction)
+            check_loss(mark, None if self._takes_each else self.loss_reduction)
+            if self._takes_each:
+                continue
+            if self.guard is None:
+                check_reduction(mark, self.loss_reduction)
+            elif torch._C._current_graph_task_id() == -1:  # not within a backward, by a checkpoint
+                self.guard.check(
+                    mark, num_samples=self.batch_size or 0, loss_reduction=self.loss_reduction, is_weighted=is_weighted
+                )
 
     def _set_scale(self, scale: float) -> None:
         if self._scale not in (None, scale):

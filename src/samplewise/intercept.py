@@ -19,6 +19,7 @@ from samplewise.flow import (
     LOSSES,
     PATTERNS,
     ROUTING,
+    SCALING,
     Call,
     Several,
     flow,
@@ -37,6 +38,7 @@ from samplewise.ops.pointwise import pointwise
 from samplewise.ops.recipe import Recipe, recipe_of
 from samplewise.ops.registry import EXPANSIONS, RULES, FactorOf, Meeting, Use
 from samplewise.refusals import (
+    are_given,
     describe,
     refuse,
     refuse_crossing,
@@ -51,7 +53,7 @@ from samplewise.refusals import (
 from samplewise.samples import Layout, Lost, Mark
 from samplewise.saving import kept_as_is
 from samplewise.sight import CustomFunction
-from samplewise.tap import Gate, Recorder, Targets, apply_tap, is_wanted, note_of
+from samplewise.tap import Gate, Guard, Recorder, Targets, apply_tap, is_wanted, note_of
 from samplewise.weights import Weight, looked_up
 
 FRESH = set("new_zeros new_ones new_full new_empty".split())
@@ -80,6 +82,8 @@ class Intercept(TorchFunctionMode):
         if kind.is_question or self.is_paused:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = {SYNONYMS.get(k, k): v for k, v in kwargs.items()} if kwargs else {}
+        if self.recorder.guard is not None and (kind.is_reading or kind.name in SCALING):
+            self._tell(self.recorder.guard, kind, args, kwargs)
         if kind.is_opaque:
             return self._opaque(func, kind.name, args, kwargs)
         if (kind.may_repeat or kind.has_inside) and "out" not in kwargs:
@@ -94,7 +98,8 @@ class Intercept(TorchFunctionMode):
         if weights and func is torch.autograd.grad:
             refuse_grad(weights)
         if func is torch.autograd.backward:
-            self.recorder.check_losses([(t, self.marks.get(t)) for t in tensors if t.requires_grad])
+            losses = [(t, self.marks.get(t)) for t in tensors if t.requires_grad]
+            self.recorder.check_losses(losses, is_weighted=are_given(*args[1:2], **kwargs))
             refuse_given_gradients(self.marks, *args[1:2], **kwargs)
         if not data and not weights:
             return self._constant(func, args, kwargs, tensors)
@@ -127,6 +132,17 @@ class Intercept(TorchFunctionMode):
         if name in FRESH:
             self.recorder.constants.set(out, True)
         return out
+
+    def _tell(self, guard: Guard, kind: Kind, args: tuple, kwargs: dict) -> None:
+        """Tells of data that are read or scaled."""
+        values = (*args, *kwargs.values())
+        numbers = [float(a) for a in values if isinstance(a, int | float)]
+        for t in tensors_in(values):
+            mark = self.marks.get(t)
+            if mark is not None and kind.is_reading:
+                guard.read(kind.name, mark, is_inside=self.recorder.is_inside)
+            elif mark is not None and t.requires_grad and numbers:
+                guard.scaled(mark, numbers, is_inside=self.recorder.is_inside)
 
     def _familiar(self, kind: Kind, func: Callable, args: tuple, kwargs: dict, look: Look, key: Any) -> Any:
         """Runs an op on data, captured parameters and known constants; NotImplemented if more must be known to understand it."""

@@ -245,6 +245,7 @@ def _backward(outputs: list[Output | Loss | None], grads: Grads) -> None:
     if terms:
         total = reduce(torch.add, terms)
         grads._set_scale(1.0)
+        grads._takes_each = True
         with _gradients_put_back(grads.model):
             (total.real if total.is_complex() else total).backward()
 

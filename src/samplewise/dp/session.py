@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from samplewise.choice import Groups
 from samplewise.dp.clipping import Bound, Clipped, clipped
 from samplewise.dp.loader import Part
+from samplewise.dp.losses import Scales, Strict
 from samplewise.errors import SamplewiseError
 from samplewise.queries import Grads, capture
 
@@ -45,6 +46,7 @@ class Session:
         self.draw: int | None = None
         """The draw that the sums are of."""
         self._trainable: frozenset[str] = frozenset()
+        self._scales = Scales()
         self._thread = 0
         self._handles: list[Any] = []
 
@@ -103,12 +105,17 @@ class Session:
         self._thread = threading.get_ident()
         self.grads = grads.__enter__()
         self._handles = [module.register_forward_hook(self._left, always_call=True)]
+        self.guard(grads)
         self._mark(grads)
         try:
             self.grads.entered(module, args, kwargs)
         except BaseException:
             self._close()
             raise
+
+    def guard(self, grads: Grads) -> None:
+        """Lets losses be looked at as privacy needs it."""
+        grads.guard = Strict(self._scales)
 
     def _mark(self, grads: Grads) -> None:
         """Labels are of the samples too: a loss that mixes them is seen, as one divided by how many of them count."""

@@ -13,7 +13,7 @@ from samplewise.dp.clipping import Clipped
 from samplewise.dp.session import Session, clipped_of
 from samplewise.errors import SamplewiseError
 from samplewise.queries import Grads, LossFn
-from samplewise.step import StepResult, per_sample_step
+from samplewise.step import StepResult, step_with
 
 
 class Whole:
@@ -82,4 +82,6 @@ class Whole:
             return result.sums, result.is_below
 
         params = [escape(name) for name in sorted(self._trainable)]
-        self._step = per_sample_step(model, self._loss_fn, query, compile=self._compile, params=params, **self._options)
+        self._step = step_with(
+            session.guard, model, self._loss_fn, query, compile=self._compile, params=params, **self._options
+        )

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from samplewise.flow.call import (
-    ADDING,
     Call,
     Handler,
     Several,
@@ -52,6 +51,7 @@ from samplewise.flow.meets import (
     varlen,
 )
 from samplewise.flow.memory import key_of, recalled, remember, shapes_of
+from samplewise.flow.mixed import LINEAR, SCALING, of_mixed
 from samplewise.flow.moves import (
     added_along,
     broadcast,
@@ -79,6 +79,7 @@ __all__ = [
     "LOSSES",
     "PATTERNS",
     "ROUTING",
+    "SCALING",
     "Call",
     "Several",
     "aligned",
@@ -199,7 +200,7 @@ def _flow(call: Call) -> Mark | Several | None:
     if any(isinstance(mark, Mixed) for mark in marks):
         if call.name == "scaled_dot_product_attention" and all(mark.discrete for mark in marks if isinstance(mark, Mixed)):
             return attention(call)  # a block mask, made of the samples' ids
-        return _flow_of_mixed(call, handler)
+        return of_mixed(call, is_move=handler in MOVES)
     sample = _only_sample(marks)
     if sample is not None:  # whatever the op does with it
         return Several([call.layout(torch.full([1] * t.ndim, sample, device="cpu")) for t in call.results or [call.out]])
@@ -216,48 +217,6 @@ def _only_sample(marks: list[Mark]) -> int | None:
     ids = [int(mark.ids) if isinstance(mark, Layout) and mark.ids.numel() == 1 else NO_SAMPLE for mark in marks]
     return ids[0] if ids[0] != NO_SAMPLE and len(set(ids)) == 1 else None
 
-
-def _flow_of_mixed(call: Call, handler: Handler | None) -> Mark:
-    """A loss stays a weighted sum of its samples under sums, and under products with what needs no gradient."""
-    mixed = [mark for _, mark in call.marks if isinstance(mark, Mixed)]
-    learning = [t for t, _ in call.marks if t.requires_grad]
-    nonlinear = Mixed(mixed[0].op)
-    if call.name in ADDING and call.out.ndim == 0 and all(mark.linear for mark in mixed):
-        even = len(mixed) == len(call.marks) and all(mark.even for mark in mixed)
-        return replace(mixed[0], even=even, reduction=_reduction_of_terms(mixed))
-    if len(mixed) != len(call.marks) or not all(mark.linear for mark in mixed):
-        return nonlinear  # a statistic of the batch goes back into its samples
-    if call.name in LINEAR or call.name in ("sum", "mean") or handler in MOVES:
-        return replace(mixed[0], even=all(mark.even for mark in mixed), reduction=_reduction_of_terms(mixed))
-    only_numerator_learns = call.name not in DIVIDING or not learning or learning[0] is call.args[0]
-    if len(mixed) > 1 and call.name not in DIVIDING:
-        return nonlinear  # a statistic that every sample is multiplied with
-    if call.name in SCALING and len(learning) <= 1 and only_numerator_learns:
-        one = len(mixed) == 1
-        return replace(mixed[0], even=one and mixed[0].even, reduction=_reduction_scaled(call, mixed[0]) if one else None)
-    return nonlinear
-
-
-def _reduction_of_terms(terms: list[Mixed]) -> str | None:
-    """What a sum of these is over the samples: certainly no sum if one of them is a mean."""
-    certain = {mark.reduction for mark in terms} - {None}
-    return "mean of one term and sum of another" if len(certain) > 1 else certain.pop() if certain else None
-
-
-def _reduction_scaled(call: Call, mark: Mixed) -> str | None:
-    """A sum divided by the number of samples is their mean."""
-    by = call.args[1] if call.name in DIVIDING and len(call.args) > 1 else None
-    is_mean = mark.reduction == "sum" and not isinstance(by, Tensor) and by == mark.num_samples and by != 1
-    return "mean" if is_mean else None
-
-
-LINEAR = set(
-    "add radd iadd sub rsub isub neg pos clone contiguous to float double half bfloat16 type detach cuda cpu "
-    "requires_grad alias data real imag view_as_real".split()
-)
-"""Elementwise ops that keep a weighted sum a weighted sum."""
-DIVIDING = set("div truediv itruediv true_divide divide".split())
-SCALING = DIVIDING | set("mul rmul imul multiply".split())
 
 ELEMENTWISE = (
     LINEAR

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplewise.samples import NO_SAMPLE, Layout, Mark, Mixed
+from samplewise.samples import NO_SAMPLE, Layout, Mark, Mixed, Term
 from samplewise.sight import CustomFunction
 from samplewise.tracing import untraced
 
@@ -137,6 +137,12 @@ def compressed(ids: Tensor) -> Tensor:
     return ids
 
 
+def reduced(call: Call, reduction: str | None, *, even: bool, num_elements: int = 1) -> Mixed:
+    """The mark of a sum or mean over all samples; None if it is not known which."""
+    terms = None if reduction is None else frozenset([Term(reduction, num_elements=num_elements)])
+    return call.mixed(linear=True, even=even, reduction=reduction, terms=terms)
+
+
 ADDING = {"add", "radd", "iadd", "sub", "rsub", "isub"}
 
 
@@ -147,5 +153,6 @@ def elementwise(call: Call) -> Mark:
         return layout
     met = merged(call, [aligned(mark.ids, ndim) for _, mark in call.marks if isinstance(mark, Layout)])
     if isinstance(met, Mixed) and call.name in ADDING:
-        return replace(met, linear=True)  # samples added up one by one
+        terms = frozenset([Term("sum")]) if ndim == 0 and "alpha" not in call.kwargs else None
+        return replace(met, linear=True, terms=terms)  # samples added up one by one
     return met

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from samplewise.contraction import along, operands
-from samplewise.flow.call import Call, Several, aligned, compressed, elementwise, merged
+from samplewise.flow.call import Call, Several, aligned, compressed, elementwise, merged, reduced
 from samplewise.samples import NO_SAMPLE, Layout, Lost, Mark, Mixed
 from samplewise.tracing import occurs
 
@@ -20,8 +20,9 @@ def reduction(call: Call) -> Mark:
     if any(layout.ids.shape[d] != 1 for d in dims):
         if call.name not in ("sum", "mean"):
             return call.mixed(linear=call.name == "nansum")
-        whole = all(d in dims for d in layout.dims)
-        return call.mixed(linear=True, even=layout.is_even, reduction=call.name if whole else None)
+        if not all(d in dims for d in layout.dims):
+            return call.mixed(linear=True, even=layout.is_even)
+        return reduced(call, call.name, even=layout.is_even, num_elements=tensor.numel() // max(1, call.out.numel()))
     keep = [d for d in range(tensor.ndim) if d not in dims]
     ids = layout.ids if call.out.ndim == tensor.ndim else layout.ids.reshape([layout.ids.shape[d] for d in keep])
     return call.layout(ids)
@@ -233,7 +234,7 @@ def ctc(call: Call) -> Mark:
     reduction = call.arg(5, "reduction", 1)
     if reduction == 0:
         return call.layout(layout.ids.flatten())
-    return call.mixed(linear=True, even=reduction == 2, reduction="sum" if reduction == 2 else "mean")
+    return reduced(call, "sum" if reduction == 2 else "mean", even=reduction == 2)
 
 
 def one_hot(call: Call) -> Mark:
@@ -307,7 +308,8 @@ def loss(call: Call) -> Mark:
     if call.name in COMPARING and ndim - 1 in met.dims:
         return call.mixed()
     if call.out.ndim == 0 and ndim > 0:
-        return call.mixed(linear=True, even=met.is_even, reduction=_given_reduction(call))
+        shape = torch.broadcast_shapes(*(t.shape for t, _ in call.marks))
+        return reduced(call, _given_reduction(call), even=met.is_even, num_elements=shape.numel())
     if call.out.ndim == ndim - 1 and ndim - 1 not in met.dims:
         return call.layout(met.ids.squeeze(-1))
     return met if call.out.ndim == ndim else call.mixed()
@@ -361,7 +363,7 @@ def class_loss(call: Call) -> Mark:
     if call.out.ndim == 0 and tensor.ndim > 1:
         mean = call.arg(3, "reduction", 1) == 1
         even = met.is_even if not mean else weight is None and _counts_evenly(call, target, met)
-        return call.mixed(linear=True, even=even, reduction="mean" if mean else "sum")
+        return reduced(call, "mean" if mean else "sum", even=even, num_elements=tensor.numel() // tensor.shape[class_dim])
     return met
 
 
