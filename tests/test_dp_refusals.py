@@ -378,7 +378,7 @@ class Learns(nn.Module):
         super().__init__()
         self.lin, self.how = nn.Linear(5, 3), how
         self.register_buffer("mean", torch.zeros(5))
-        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
     def forward(self, x):
         self.calls += 1
