@@ -181,8 +181,25 @@ FOLLOWING = {
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize(("reduction", "name"), FOLLOWING, ids=str)
 def test_numbers_that_follow_the_size_of_the_batch_are_refused_at_the_second_size(reduction, name, how):
-    with pytest.raises(SamplewiseError, match=r"size of|expected size"):
+    with pytest.raises(SamplewiseError, match=r"size of|expected size|taken out"):
         run(FOLLOWING[reduction, name], reduction, how)
+
+
+BY_PLACE = {
+    ("sum", "the first five"): lambda m, x, w: per_sample(m, x)[:5].sum(),
+    ("sum", "the first counts more"): lambda m, x, w: per_sample(m, x).sum() + per_sample(m, x)[0],
+    ("mean", "weights by place"): lambda m, x, w: (per_sample(m, x) * torch.arange(len(x))).mean(),
+    ("mean", "a power of the size"): lambda m, x, w: (per_sample(m, x) * 1.1 ** len(x)).mean(),
+    ("mean", "a tensor of the size"): lambda m, x, w: (per_sample(m, x) * torch.full((len(x),), 1.0 / len(x))).mean(),
+    ("sum", "a number of one sample"): lambda m, x, w: (per_sample(m, x) / w[0].item()).sum(),
+}
+
+
+@pytest.mark.parametrize("how", ["in one", "compiled"])
+@pytest.mark.parametrize(("reduction", "name"), BY_PLACE, ids=str)
+def test_a_loss_that_can_be_run_again_is_tried_without_a_sample(reduction, name, how):
+    with pytest.raises(SamplewiseError):
+        run(BY_PLACE[reduction, name], reduction, how)
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -251,6 +268,40 @@ def test_numbers_of_one_sample_may_be_read():
         return torch.stack([out[i, : int(w[i] >= 0)].sum() for i in range(len(w))]).mean()
 
     run(loss, "mean")
+
+
+class SumOverSize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, losses):
+        ctx.num = len(losses)
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx, g):
+        return (g / ctx.num).expand(ctx.num)
+
+
+def hooked(m: nn.Module, x: Tensor, w: Tensor) -> Tensor:
+    loss = per_sample(m, x).sum()
+    loss.register_hook(lambda g: g / len(x))
+    return loss
+
+
+def by_function(m: nn.Module, x: Tensor, w: Tensor) -> Tensor:
+    losses = per_sample(m, x)
+    return SumOverSize.apply(losses)
+
+
+def picked(m: nn.Module, x: Tensor, w: Tensor) -> Tensor:
+    losses = per_sample(m, x)
+    return losses[(w == w.max()) > 0].sum()
+
+
+@pytest.mark.parametrize("loss", [by_function, hooked, picked])
+@pytest.mark.parametrize("how", ["loop", "in one"])
+def test_what_marks_do_not_tell_is_refused_outside_of_the_model(loss, how):
+    with pytest.raises(SamplewiseError, match=r"took part in the loss|taken out|combines gradients"):
+        run(loss, "sum", how)
 
 
 class Backward:

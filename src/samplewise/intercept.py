@@ -50,7 +50,7 @@ from samplewise.refusals import (
     refuse_strangers,
     refuse_transform,
 )
-from samplewise.samples import Layout, Lost, Mark
+from samplewise.samples import Layout, Lost, Mark, Mixed
 from samplewise.saving import kept_as_is
 from samplewise.sight import CustomFunction
 from samplewise.tap import Gate, Guard, Recorder, Targets, apply_tap, is_wanted, note_of
@@ -196,6 +196,8 @@ class Intercept(TorchFunctionMode):
             if mark is not None:
                 if name in ROUTING and routes(name, t, mark, args, self.marks.get):
                     routed = True
+                    if self.recorder.guard is not None:
+                        self.recorder.guard.hid(f"{name} by integers made across samples", is_inside=self.recorder.is_inside)
                 else:
                     data.append((t, mark))
             elif (weight := self.weights.get(t)) is not None:
@@ -210,6 +212,8 @@ class Intercept(TorchFunctionMode):
         t = args[0]
         mark = self.marks.get(t) if isinstance(t, Tensor) else None
         if name == "register_hook" and mark is not None:
+            if self.recorder.guard is not None:
+                self.recorder.guard.hid("a gradient hook", is_inside=self.recorder.is_inside)
             hook = followed_hook(self, self.marks, mark, args[1] if len(args) > 1 else kwargs["hook"])
             return func(t, hook)
         if name == "register_hook" and (weight := self.weights.get(t)) is not None and weight.pull is not None:
@@ -226,6 +230,8 @@ class Intercept(TorchFunctionMode):
         if any(self.marks.get(t) is None for t in results):
             self.marking.mark(Call(name, func, args, kwargs, out, data))
         follow(self.marks, name, [a for a in args if isinstance(a, Tensor)], results)
+        if self.recorder.guard is not None and any(isinstance(self.marks.get(t), Mixed) for t in results):
+            self.recorder.guard.hid(f"a sum over samples by {name}", is_inside=self.recorder.is_inside)
         return out
 
     def _constant(self, func: Callable, args: tuple, kwargs: dict, tensors: list[Tensor]) -> Any:

@@ -42,6 +42,9 @@ class Guard(Protocol):
     def scaled(self, mark: Mark, numbers: list[float], *, is_inside: bool) -> None:
         """Values with this mark that need a gradient were multiplied with or divided by these numbers."""
 
+    def hid(self, what: str, *, is_inside: bool) -> None:
+        """Something took part, `what` in words, by which samples may count for something that marks do not tell."""
+
     def check(self, mark: Mark | None, *, num_samples: int, loss_reduction: str, is_weighted: bool) -> None:
         """Raises if backward is not to start from a loss with this mark; `is_weighted` if it is given a gradient."""
 

@@ -246,7 +246,7 @@ def _backward(outputs: list[Output | Loss | None], grads: Grads) -> None:
         total = reduce(torch.add, terms)
         grads._set_scale(1.0)
         grads._takes_each = True
-        with _gradients_put_back(grads.model):
+        with gradients_put_back(grads.model):
             (total.real if total.is_complex() else total).backward()
 
 
@@ -337,13 +337,13 @@ def _gradients(total: Tensor, parameters: list[Tensor], module: nn.Module) -> li
         if "use_reentrant" not in str(error):
             raise
     # autograd.grad does not see what lies in a reentrant checkpoint
-    with _gradients_put_back(module):
+    with gradients_put_back(module):
         total.backward()
         return [p.grad for p in parameters]
 
 
 @contextmanager
-def _gradients_put_back(module: nn.Module) -> Iterator[None]:
+def gradients_put_back(module: nn.Module) -> Iterator[None]:
     """`.grad` of all parameters None inside, and as it was afterwards."""
     before = [(p, p.grad) for p in module.parameters()]
     try:

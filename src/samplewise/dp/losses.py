@@ -54,12 +54,14 @@ class Strict:
     | "sum": `losses.sum() / len(x)` | refused |
     | a product with a tensor, a division by labels | refused |
     | `.item()`, `if`, `.tolist()` of several samples before backward, outside of the model | refused |
+    | a gradient hook, a sum by somebody's autograd.Function, outside of the model | refused |
     | a number that follows the size of the batch otherwise, `(losses / len(x)).sum()` | refused from the second size on |
     """
 
     def __init__(self, scales: Scales):
         self._scales = scales
         self._read: str | None = None
+        self._hidden: str | None = None
         self._is_read_inside = False
         self._numbers: list[float] = []
 
@@ -78,12 +80,22 @@ class Strict:
         elif not is_inside:
             self._numbers += numbers
 
+    def hid(self, what: str, *, is_inside: bool) -> None:
+        if not is_inside:
+            self._hidden = self._hidden or what
+
     def check(self, mark: Mark | None, *, num_samples: int, loss_reduction: str, is_weighted: bool) -> None:
         if self._read is not None:
             raise SamplewiseError(
                 f"values of several samples were read into Python ({self._read}: .item(), float(), if, .tolist()) before backward, "
                 "and what becomes of such a number is not seen: a loss divided by it has a scale that depends on all samples. "
                 "Read them after backward(), or calculate with tensors."
+            )
+        if self._hidden is not None:
+            raise SamplewiseError(
+                f"{self._hidden} took part in the loss, outside of the model, and may make what a sample counts for depend on the "
+                "others. Write the loss with torch's ops on each sample alone, or put it into the model, where it is checked against "
+                "samples run alone."
             )
         if is_weighted:
             raise SamplewiseError(
