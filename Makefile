@@ -4,13 +4,17 @@ BIN := .venv/bin
 # oneDNN's AMX kernels for bfloat16 crash on some virtual machines; AVX-512 gives the same numbers.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 
-.PHONY: demo test lint fuzz bench coverage test-gpu bench-gpu peers clean
+.PHONY: demo test test-all lint fuzz bench coverage test-gpu bench-gpu peers clean
 
 demo: .venv/cli
 	$(BIN)/samplewise demo
 
 test: lint
 	$(BIN)/pytest
+
+# All cases of the table are traced, not a third of each family.
+test-all: lint
+	SAMPLEWISE_ALL=1 $(BIN)/pytest
 
 lint: .venv/dev
 	$(BIN)/ruff check .

@@ -13,7 +13,7 @@ from step import MAX_NORM, MODELS, describe_machine
 from torch import Tensor, nn
 
 import samplewise as sw
-from samplewise.verification import VERIFIED
+from samplewise.verification.first_use import VERIFIED
 
 
 def seconds(model: nn.Module, x: Tensor, y: Tensor, *, is_first: bool) -> float:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samplewise.kernels import conv_gram_norm, conv_norm, direct_norm, gram_norm, reference, segment_norm, weighted_sum
+from samplewise.kernels import conv_gram_norm, conv_norm, direct_norm, gram_norm, reference
 
 RESULT = Path(__file__).parent / "results" / "kernels-h200.md"
 TOLERANCE = 1e-4
@@ -194,16 +194,18 @@ CONV = [
     (32, 128, 128, 28, 3, 1, "last"),
     (32, 1024, 256, 14, 1, 1, "last"),
     (32, 3, 64, 224, 7, 2, "last"),
+    (32, 64, 64, 56, 3, 1, "last"),
 ]
 """(B, C, O, size, kernel, stride, where channels lie)"""
 
 
 def conv_cases(kind: str) -> Iterator[Case]:
-    for B, C, O, size, k, stride, channels in CONV:
+    cases = [*itertools.product(CONV, [torch.bfloat16]), *itertools.product((CONV[0], CONV[2]), [torch.float32])]
+    for (B, C, O, size, k, stride, channels), dtype in cases:
         layout = torch.channels_last if channels == "last" else torch.contiguous_format
         out = (size + 2 * (k // 2) - k) // stride + 1
-        x = torch.randn(B, C, size, size, device="cuda", dtype=torch.bfloat16).contiguous(memory_format=layout)
-        g = torch.randn(B, O, out, out, device="cuda", dtype=torch.bfloat16).contiguous(memory_format=layout)
+        x = torch.randn(B, C, size, size, device="cuda", dtype=dtype).contiguous(memory_format=layout)
+        g = torch.randn(B, O, out, out, device="cuda", dtype=dtype).contiguous(memory_format=layout)
         geometry = ([k, k], [stride, stride], [k // 2, k // 2], [1, 1], 1)
 
         def patched(x: Tensor = x, geometry: tuple = geometry) -> Tensor:
@@ -268,14 +270,16 @@ def conv_cases(kind: str) -> Iterator[Case]:
                 cuts[str(tuple(cut))] = lambda cut=cut, x=x, g=g, geometry=geometry: conv_gram_norm.launch(
                     x, g, *geometry, cut
                 )
-        for o, n, l, w in [*blocks, (128, 128, 32, 8)] if kind != "conv-gram" else ():
-            cut = conv_norm.Config(min(o, O), n, l, w, 3)
+        for (o, n, l, w), splits in (
+            itertools.product([*blocks, (128, 128, 32, 8)], (1, 4, 8)) if kind != "conv-gram" else ()
+        ):
+            cut = conv_norm.Config(min(o, O), n, l, splits, w, 3)
             cuts[str(tuple(cut))] = lambda cut=cut, x=x, g=g, geometry=geometry, target=target: conv_norm.launch(
                 x, g, *geometry, cut, target
             )
         yield Case(
             kernel=kind,
-            shape=f"B{B} {C}→{O} {size}² {k}×{k} /{stride} bf16 channels {channels}",
+            shape=f"B{B} {C}→{O} {size}² {k}×{k} /{stride} {name_of(dtype)} channels {channels}",
             run=lambda run=run, x=x, g=g, geometry=geometry: run(x, g, *geometry),
             reference=lambda call=of_reference, x=x, g=g, geometry=geometry: call(x, g, *geometry),
             compositions=compositions,
@@ -287,92 +291,12 @@ def conv_cases(kind: str) -> Iterator[Case]:
         )
 
 
-SUM = [(16, 256, 768, 768), (16, 256, 768, 3072), (16, 256, 768, 50257), (4, 2048, 2048, 8192), (64, 197, 768, 2304)]
-
-
-def sum_cases() -> Iterator[Case]:
-    for B, T, I, O in SUM:
-        a, g = sides(B, T, I, O, torch.bfloat16)
-        w = torch.rand(B, device="cuda")
-        w[1] = 0
-        scaled = torch.where((w != 0)[:, None, None], (g.float() * w[:, None, None]).bfloat16(), 0).flatten(0, 1)
-        truth = scaled[:, :512].double().mT @ a.flatten(0, 1).double()
-        size = scaled[:, :512].double().abs().mT @ a.flatten(0, 1).double().abs()
-
-        def scaled_mm(a: Tensor = a, g: Tensor = g, w: Tensor = w) -> Tensor:
-            keep = (w != 0)[:, None, None]
-            a, g = torch.where(keep, a, 0), torch.where(keep, g, 0)
-            if a.shape[2] < g.shape[2]:
-                a = (a * w[:, None, None]).to(a.dtype)
-            else:
-                g = (g * w[:, None, None]).to(g.dtype)
-            return torch.mm(g.flatten(0, 1).mT, a.flatten(0, 1), out_dtype=torch.float32)
-
-        cuts = {}
-        blocks = [(128, 128, 64, 8), (128, 128, 64, 4), (128, 256, 64, 8), (64, 128, 64, 4)]
-        for (o, i, r, warps), splits in itertools.product(blocks, (1, 2, 4, 6)):
-            num = -(-O // o) * -(-I // i) * splits
-            if splits == 1 or num <= 600:
-                cut = weighted_sum.Config(o, i, r, splits, warps, 3)
-                cuts[str(tuple(cut))] = lambda cut=cut, a=a, g=g, w=w: weighted_sum.launch(a, g, w, cut)
-        yield Case(
-            kernel="sum",
-            shape=f"B{B} T{T} {I}→{O} bf16",
-            run=lambda a=a, g=g, w=w: weighted_sum.weighted_sum(a, g, w),
-            reference=lambda a=a, g=g, w=w: reference.weighted_sum(a, g, w),
-            compositions={"scale, mm": scaled_mm},
-            check=lambda got, truth=truth, size=size: error_of(got[:512], truth, size),
-            flops=2.0 * B * T * I * O,
-            floor=lambda a=a, g=g: g.flatten(0, 1).mT @ a.flatten(0, 1),
-            cuts=cuts,
-        )
-
-
-SEGMENT = [(16, 256, 768), (8, 1024, 768), (4, 2048, 2048)]
-
-
-def segment_cases() -> Iterator[Case]:
-    for B, T, D in SEGMENT:
-        # As words are drawn: the rth commonest about 1/r of the time.
-        ids = (torch.rand(B, T, device="cuda", dtype=torch.float64) * 10.8).exp().long()
-        g = torch.randn(B, T, D, device="cuda", dtype=torch.bfloat16)
-        truth = reference.segment_sq_norms(ids, g.double())
-
-        def by_product(ids: Tensor = ids, g: Tensor = g) -> Tensor:
-            same = ids.unsqueeze(2) == ids.unsqueeze(1)
-            is_first = ~same.tril(-1).any(2)
-            sums = torch.bmm(same.to(g.dtype), g, out_dtype=torch.float32)
-            return torch.where(is_first.unsqueeze(2), sums, 0).square().sum((1, 2))
-
-        def by_gram(ids: Tensor = ids, g: Tensor = g) -> Tensor:
-            same = ids.unsqueeze(2) == ids.unsqueeze(1)
-            return torch.where(same, torch.bmm(g, g.mT, out_dtype=torch.float32), 0).sum((1, 2))
-
-        cuts = {}
-        blocks = [(64, 128, 64, 4), (64, 64, 64, 4), (128, 128, 64, 8), (64, 128, 32, 4), (128, 64, 64, 4)]
-        for (t, d, s, w), stages in itertools.product(blocks, (2, 3)):
-            cut = segment_norm.Config(t, d, s, w, stages)
-            cuts[str(tuple(cut))] = lambda cut=cut, ids=ids, g=g: segment_norm.launch(ids, g, None, cut)
-        yield Case(
-            kernel="segment",
-            shape=f"B{B} T{T} D{D} bf16",
-            run=lambda ids=ids, g=g: segment_norm.segment_sq_norms(ids, g),
-            reference=lambda ids=ids, g=g: reference.segment_sq_norms(ids, g),
-            compositions={"product": by_product, "Gram": by_gram},
-            check=lambda got, truth=truth: error_of(got, truth),
-            flops=2.0 * B * T * T * D,
-            cuts=cuts,
-        )
-
-
 KERNELS: dict[str, Callable[[], Iterator[Case]]] = {
     "gram": gram_cases,
     "direct": direct_cases,
     "conv": lambda: conv_cases("conv"),
     "conv-norm": lambda: conv_cases("conv-norm"),
     "conv-gram": lambda: conv_cases("conv-gram"),
-    "sum": sum_cases,
-    "segment": segment_cases,
 }
 
 
@@ -415,6 +339,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernels", nargs="*", default=[], help=f"of {', '.join(KERNELS)}; all if none is named")
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--commit", help="what is measured, where there is no repository to ask")
     options = parser.parse_args()
     torch.manual_seed(0)
     torch._dynamo.config.cache_size_limit = 1000
@@ -450,7 +375,8 @@ def main() -> None:
     seconds = time.perf_counter() - begun
     print(f"{seconds:.0f} s")
     if not options.kernels:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+        asked = ["git", "rev-parse", "--short", "HEAD"]
+        commit = options.commit or subprocess.run(asked, capture_output=True, text=True, check=False).stdout
         RESULT.write_text(
             f"`python benchmarks/kernels.py`, commit {commit.strip() or 'unknown'}: {torch.cuda.get_device_name()}, torch "
             f"{torch.__version__}, triton {sys.modules['triton'].__version__}. Microseconds of one call as a CUDA graph, the L2 "

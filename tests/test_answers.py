@@ -76,7 +76,7 @@ def test_groups_that_do_not_divide_the_parameters_are_refused(groups, why):
 
 def test_bounds_that_do_not_fit_the_groups_are_refused():
     grads = run_capture(mlp(), losses, data(B, 5))
-    with pytest.raises(ValueError, match="max_norm has .'0'., the groups are .'0', '2'."):
+    with pytest.raises(ValueError, match="max_norm has bounds for .'0'., but the groups are .'0', '2'."):
         grads.clipped_sum(max_norm={"0": 1.0}, groups="layer")
     with pytest.raises(ValueError, match="needs the groups"):
         grads.clipped_sum(max_norm={"0": 1.0})

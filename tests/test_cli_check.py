@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from samplewise.cli import main
 from samplewise.cli.check import dtype_from, input_from, inputs_from, model_from, verdict
-from samplewise.verification import Row, Verification
+from samplewise.verification.table import Row, Verification
 
 ZOO = """
 import torch

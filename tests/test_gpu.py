@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import samplewise as sw
+from samplewise import replay
 from samplewise.projections import hash_keys, hashes
 from samplewise.testing import oracle, relative_error, run_capture
 
@@ -230,6 +231,40 @@ def test_compiled_step_of_many_sizes_and_of_a_sample_that_is_not_finite():
         for name in want[1]:
             assert relative_error(got[1][name], want[1][name].double()) < 1e-3
     assert step.num_graphs == 2
+
+
+def test_compiled_convolutions_in_half_precision():
+    """Images that the graph turns, and kernels that take them as they lie."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(16, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.ReLU(inplace=True), nn.Conv2d(32, 64, 3, stride=2),
+        nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 5),
+    ).to("cuda", torch.bfloat16)  # fmt: skip
+    x, y = torch.randn(12, 16, 20, 20).bfloat16(), torch.randint(5, (12,))
+    losses = lambda model, x, y: nn.functional.cross_entropy(model(x).float(), y, reduction="none")
+    got = sw.per_sample_step(model, losses, _answers, compile=True)(x, y).answer
+    want = sw.per_sample_step(model, losses, _answers)(x, y).answer
+    assert relative_error(got[0], want[0].double()) < 0.02
+    for name, p in model.named_parameters():
+        assert relative_error(got[1][name], want[1][name].double()) < 0.05
+        assert got[1][name].stride() == p.stride()
+
+
+def test_a_recording_is_cut_from_one_block_with_few_holes():
+    x = torch.randn(1 << 20)
+
+    def run() -> list[Tensor]:
+        held = [x.repeat(k) + 1 for k in (3, 7, 2, 11, 5)]
+        del held[1::2]
+        held += [x.repeat(k) * 2 for k in (4, 6, 9)]
+        return [torch.stack([t.sum() for t in held])]
+
+    expected = run()[0]
+    first = replay._memory_of(replay._recorded(run)[0])
+    recording, (out,) = replay._compact(run)
+    assert replay._memory_of(recording) <= first
+    recording.replay()
+    torch.testing.assert_close(out, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

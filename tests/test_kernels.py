@@ -1,6 +1,7 @@
 """Every kernel against its reference: on the GPU where there is one, else in Triton's interpreter, in a process of its own."""
 
 import doctest
+import itertools
 import os
 import subprocess
 import sys
@@ -10,11 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from samplewise.kernels import conv_gram_norm, conv_norm, direct_norm, gram_norm, reference, segment_norm, weighted_sum
+import samplewise as sw
+from samplewise.kernels import conv_gram_norm, conv_norm, direct_norm, gram_norm, reference
 from samplewise.kernels.backend import HAS_TRITON, IS_INTERPRETED, jit, tl
+from samplewise.plan import ROUTES
+from samplewise.testing import oracle
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RUNS_KERNELS = HAS_TRITON and (DEVICE == "cuda" or IS_INTERPRETED)
@@ -225,8 +229,31 @@ def test_conv_in_half(dtype):
 def test_conv_however_it_is_cut():
     x, g, *geometry = CONVS["many channels"].drawn(torch.float32)
     x, g = x[:, :, ::2].flip(0).transpose(2, 3), g[:, :, :3].transpose(2, 3)
-    for cut in (conv_norm.Config(16, 16, 16, 4, 2), conv_norm.Config(32, 64, 16, 4, 2)):
+    for cut in (conv_norm.Config(16, 16, 16, 1, 4, 2), conv_norm.Config(32, 64, 16, 1, 4, 2)):
         close(conv_norm.launch(x, g, *geometry, cut), reference.conv_sq_norms(x, g, *geometry))
+    for conv, num_splits in itertools.product(("groups", "strided and dilated", "many channels"), (2, 3, 5)):
+        x, g, *geometry = CONVS[conv].drawn(torch.float32)
+        expected, cut = reference.conv_per_sample(x, g, *geometry), conv_norm.Config(16, 16, 16, num_splits, 4, 2)
+        close(conv_norm.launch(x, g, *geometry, cut), reference.conv_sq_norms(x, g, *geometry))
+        close(conv_norm.launch(x, g, *geometry, cut, torch.empty_like(expected)), expected, scale=expected.abs().max())
+
+
+@runs_kernels
+@pytest.mark.parametrize(("layer", "size"), [
+    (nn.Conv2d(16, 4, 3, padding=1), (12, 11)), (nn.Conv2d(32, 6, (2, 3), stride=2, groups=2), (6, 7)),
+    (nn.Conv1d(16, 3, 4, padding="same"), (140,)), (nn.ConvTranspose2d(3, 16, 3, stride=2), (4, 5)),
+    (nn.Conv2d(3, 4, 3), (5, 5)), (nn.Conv3d(16, 2, 2), (3, 3, 3)),
+], ids=str)  # fmt: skip
+def test_convolutions_by_every_route(layer, size):
+    """What the library makes of the kernels, against one backward a sample in float64."""
+    layer, x = layer.to(DEVICE), torch.randn(3, layer.in_channels, *size)
+    square = lambda model, x: model(x).square().flatten(1).sum(1)
+    truth = oracle(layer, square, x)["weight"]
+    for route in ROUTES:
+        with sw.capture(layer, params=["weight"], plan={"weight": route}, verify=False) as grads:
+            square(layer, x).sum().backward()
+        close(grads.norms().double(), truth.flatten(1).norm(dim=1))
+        close(grads.materialize()["weight"].double(), truth, scale=truth.abs().max())
 
 
 @once
@@ -247,97 +274,10 @@ def test_the_reference_of_conv_is_the_gradient(conv):
         assert n[b] <= m[b] * (1 + 1e-12)
 
 
-def check_sum(a: Tensor, g: Tensor, w: Tensor, cut: weighted_sum.Config | None = None) -> None:
-    """Against w·g rounded as the kernel rounds it; the sum's size is that of its terms without their signs."""
-    got = weighted_sum.weighted_sum(a, g, w) if cut is None else weighted_sum.launch(a, g, w, cut)
-    scaled = (g.float() * w.reshape(-1, 1, 1)).to(g.dtype)
-    scaled, a = (torch.where((w != 0).reshape(-1, 1, 1), t, 0) for t in (scaled, a))
-    ones = torch.ones_like(w)
-    close(got, reference.weighted_sum(a, scaled, ones), scale=reference.weighted_sum(a.abs(), scaled.abs(), ones) + 1e-30)
-
-
-@runs_kernels
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_weighted_sum(shape, dtype):
-    B, T, I, O = shape
-    w = torch.randn(B)
-    if IS_INTERPRETED:  # whose rounding to bfloat16 drops carries: nothing is rounded where w is a power of two
-        w = torch.exp2(w.round())
-    check_sum(drawn(B, T, I, dtype=dtype), drawn(B, T, O, dtype=dtype), w)
-
-
-@runs_kernels
-@pytest.mark.parametrize("strides", LAYOUTS)
-@pytest.mark.parametrize("num_splits", [1, 2, 3])
-def test_weighted_sum_of_strided(strides, num_splits):
-    a, g, w = drawn(3, 19, 20, strides=strides), drawn(3, 19, 9, strides=strides), torch.randn(6)[::2]
-    check_sum(a, g, w, weighted_sum.Config(16, 16, 16, num_splits, 4, 2))
-
-
-@runs_kernels
-@pytest.mark.filterwarnings("ignore:invalid value encountered")
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_samples_without_weight_are_not_read(bad):
-    a, g = drawn(4, 9, 5), drawn(4, 9, 6)
-    a[1], g[1], a[3, 2, 1], g[3] = bad, bad, bad, 0
-    check_sum(a, g, torch.tensor([0.5, 0.0, -2.0, -0.0]))
-    assert weighted_sum.weighted_sum(a, g, torch.ones(4)).isnan().any()
-    assert torch.equal(weighted_sum.weighted_sum(a, g, torch.zeros(4)), torch.zeros(6, 5))
-
-
-SEGMENTS = [(1, 1, 1), (2, 17, 3), (2, 70, 20), (1, 130, 40)]
-"""(B, T, D)"""
-
-
-@runs_kernels
-@pytest.mark.parametrize("padding_id", [None, 0, 3])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SEGMENTS)
-def test_segment_norm(shape, dtype, padding_id):
-    B, T, D = shape
-    ids, g = torch.randint(-1, 12, (B, T)), drawn(B, T, D, dtype=dtype)
-    expected = reference.segment_sq_norms(ids, g, padding_id)
-    close(segment_norm.segment_sq_norms(ids, g, padding_id), expected)
-    close(segment_norm.segment_sq_norms(ids.int(), g, padding_id), expected)
-
-
-@runs_kernels
-@pytest.mark.parametrize("strides", LAYOUTS)
-def test_segment_norm_of_strided(strides):
-    ids, g = torch.randint(0, 4, (19, 2)).T, drawn(2, 19, 20, strides=strides)
-    for cut in (segment_norm.config(g), segment_norm.Config(16, 16, 16, 4, 2)):
-        close(segment_norm.launch(ids, g, None, cut), reference.segment_sq_norms(ids, g))
-
-
-@runs_kernels
-def test_ids_are_not_rounded():
-    ids = torch.tensor([[2**40, 2**40 + 1, 2**53 + 1, 2**53]])
-    assert segment_norm.segment_sq_norms(ids, torch.ones(1, 4, 1)).item() == 4
-
-
-def test_the_reference_of_segments_is_the_table():
-    ids, g = torch.randint(0, 5, (3, 20)), drawn(3, 20, 4).double()
-    table = torch.zeros(3, 5, 4, dtype=torch.float64).scatter_add_(1, ids.unsqueeze(2).expand(g.shape), g)
-    for padding_id, counted in ((None, table), (2, table[:, [0, 1, 3, 4]])):
-        got = reference.segment_sq_norms(ids, g, padding_id)
-        torch.testing.assert_close(got, counted.square().sum((1, 2)), rtol=1e-12, atol=0)
-
-
-@pytest.mark.filterwarnings("ignore:invalid value encountered")
-def test_padding_is_not_read():
-    ids, g = torch.tensor([[0, 1, 0, 2]]), drawn(1, 4, 3)
-    g[0, 1] = torch.nan
-    assert segment_norm.segment_sq_norms(ids, g, 1).isfinite().all()
-    assert segment_norm.segment_sq_norms(ids, g).isnan().all()
-
-
 NORMS = {"gram": lambda a, g: gram_norm.gram_sq_norms(a, g)[0], "direct": direct_norm.direct_sq_norms}
 FAR = {
     **NORMS,
     "gram in parts": lambda a, g: gram_norm.launch(a, g, gram_norm.Config(16, 16, 2, 4, 2))[0],
-    "sum": lambda a, g: weighted_sum.weighted_sum(a, g, torch.ones(3)),
-    "segment": lambda a, g: segment_norm.segment_sq_norms(torch.arange(18).repeat(3, 1) // 2, a),
     "conv": lambda a, g: conv_norm.conv_sq_norms(a.mT.unsqueeze(2), g.mT.unsqueeze(2), [1, 1], [1, 1], [0, 0], [1, 1], 1),
     "conv Gram": lambda a, g: conv_gram_norm.conv_gram_sq_norms(
         a.mT.unsqueeze(2), g.mT.unsqueeze(2), [1, 1], [1, 1], [0, 0], [1, 1], 1
@@ -381,9 +321,6 @@ def test_nothing_gives_nothing(shape):
     a, g = drawn(B, T, I), drawn(B, T, O)
     for norms in NORMS.values():
         assert torch.equal(norms(a, g), torch.zeros(B))
-    assert torch.equal(weighted_sum.weighted_sum(a, g, torch.ones(B)), torch.zeros(O, I))
-    ids = torch.zeros(B, T, dtype=torch.long)
-    assert torch.equal(segment_norm.segment_sq_norms(ids, g if I else a), torch.zeros(B))
 
 
 @once
@@ -393,7 +330,7 @@ def test_nothing_here_is_imported_before_it_is_needed():
 import sys, samplewise, torch
 assert not [name for name in sys.modules if name.startswith(("triton", "samplewise.kernels"))]
 sys.modules["triton"] = None  # as if it were not installed
-from samplewise.kernels import conv_gram_norm, conv_norm, direct_norm, gram_norm, segment_norm, weighted_sum
+from samplewise.kernels import conv_gram_norm, conv_norm, direct_norm, gram_norm
 print(direct_norm.direct_sq_norms(torch.ones(1, 2, 3), torch.ones(1, 2, 4)).tolist())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -421,10 +358,6 @@ CALLS = {
     "conv bf16": lambda: (conv_norm.conv_per_sample, CONVS["plain"].drawn(torch.bfloat16, torch.channels_last)),
     "conv Gram": lambda: (conv_gram_norm.conv_gram_sq_norms, CONVS["groups"].drawn(torch.bfloat16)),
     "conv norm": lambda: (conv_norm.conv_sq_norms, CONVS["plain"].drawn(torch.bfloat16)),
-    "sum": lambda: (weighted_sum.weighted_sum, (drawn(2, 5, 3), drawn(2, 5, 4), torch.randn(2))),
-    "sum bf16": lambda: (weighted_sum.weighted_sum, (drawn(2, 5, 3).bfloat16(), drawn(2, 5, 4).bfloat16(), torch.randn(2))),
-    "segments": lambda: (segment_norm.segment_sq_norms, (torch.zeros(2, 5, dtype=torch.long), drawn(2, 5, 4))),
-    "segments with padding": lambda: (segment_norm.segment_sq_norms, (torch.arange(10).view(2, 5), drawn(2, 5, 4), 3)),
 }
 
 

@@ -213,3 +213,18 @@ def test_a_second_backward_leaves_out_what_is_not_finite():
     with pytest.raises(SamplewiseError, match="inside the block"):
         grads.clipped_sum(max_norm=0.1)
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("ids", [[1, 0], [0, 0, 2], [2, 0, 1]])
+@pytest.mark.parametrize("by_sample", [False, True], ids=["a loss a row", "a loss a sample"])
+def test_a_second_backward_gives_every_loss_the_weight_of_its_sample(ids, by_sample):
+    """With as many rows as samples, the number of losses does not tell whether they come by row or by sample."""
+    model = nn.Linear(4, 1, bias=False).double()
+    x, sample_ids = torch.randn(len(ids), 4, dtype=torch.float64), torch.tensor(ids)
+    w = torch.tensor([10.0, 1.0, 3.0], dtype=torch.float64)[: max(ids) + 1]
+    with sw.capture(model, sample_ids=sample_ids, keep="graph") as grads:
+        losses = model(x).squeeze(1)
+        if by_sample:
+            losses = torch.zeros(len(w), dtype=torch.float64).index_add(0, sample_ids, losses)
+        grads.backward(losses)
+        torch.testing.assert_close(grads.weighted_sum(w)["weight"], (w[sample_ids] @ x).unsqueeze(0))

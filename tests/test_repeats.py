@@ -14,7 +14,8 @@ from samplewise.factors.base import Hasty, mended
 from samplewise.factors.dense import Dense
 from samplewise.factors.together import small
 from samplewise.flow.memory import REMEMBERED, key_of
-from samplewise.samples import Layout, Marks, one_each
+from samplewise.marks import Marks
+from samplewise.samples import Layout, one_each
 from samplewise.testing import oracle, relative_error, run_capture
 
 B, D = 4, 5

@@ -11,11 +11,13 @@ from samplewise import dp
 from samplewise.errors import SamplesMixError, SamplewiseError, UnattributedError
 from samplewise.expanded_weights import call_for_per_sample_grads
 from samplewise.noise import NoiseScale
+from samplewise.opening import capture, per_sample
 from samplewise.projections import Gaussian, Kronecker, Rademacher, SparseJL
-from samplewise.queries import Grads, capture, per_sample
+from samplewise.queries import Grads
 from samplewise.running import RunningMoments, RunningNoiseScale, RunningNorms
 from samplewise.step import StepResult, per_sample_step
-from samplewise.verification import Verification, verify
+from samplewise.verification import verify
+from samplewise.verification.table import Verification
 
 __version__ = "0.1.0"
 __all__ = [

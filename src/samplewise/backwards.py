@@ -9,7 +9,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from samplewise.errors import SamplesMixError
-from samplewise.samples import Layout, Lost, Mark, Marks, Mixed
+from samplewise.marks import Marks
+from samplewise.samples import Layout, Lost, Mark, Mixed
 from samplewise.tracing import untraced
 
 

@@ -19,9 +19,10 @@ from samplewise.factors.norms import Norms
 from samplewise.factors.total import join
 from samplewise.intercept import Intercept
 from samplewise.losses import check_loss, check_reduction
+from samplewise.marks import Marks
 from samplewise.plan import Rates
 from samplewise.planner import Planner, device_of
-from samplewise.samples import Layout, Lost, Mark, Marks, Mixed
+from samplewise.samples import Layout, Lost, Mark, Mixed
 from samplewise.second import SecondPass
 from samplewise.sight import close_eyes, open_eyes
 from samplewise.tap import Guard, Note, Targets
@@ -30,7 +31,7 @@ from samplewise.weights import Weights
 
 
 class Capture:
-    """Records, for each captured parameter, one factor a use; the arguments are those of `queries.capture`."""
+    """Records, for each captured parameter, one factor a use; the arguments are those of `opening.capture`."""
 
     def __init__(
         self,
@@ -201,7 +202,7 @@ class Capture:
 
     def _verify(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Checks the call against truth if it is the first of its kind; nothing that this runs is recorded."""
-        from samplewise.verification import verify_first_use  # it captures, so it stands above this
+        from samplewise.verification.first_use import verify_first_use  # it captures, so it stands above this
 
         watching = [
             mode for mode in _get_current_function_mode_stack() if isinstance(mode, Intercept) and not mode.is_paused

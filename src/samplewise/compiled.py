@@ -1,7 +1,7 @@
 """Compiled steps: one graph for each kind of batch and state of the model that is met, whatever the batch's size."""
 
-import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,15 +10,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from samplewise import sizes
+from samplewise.batches import has_rows, kind_of, resized, surroundings
 from samplewise.errors import SamplewiseError
+from samplewise.hints import hinted
+from samplewise.ops import cudnn  # noqa: F401  (registers its ops)
 from samplewise.replay import replayed
 from samplewise.snapshot import Snapshot
 from samplewise.trace import Record, Run, Trace
 
 MAX_FAMILIES = 8
 """How often a step is compiled anew for one kind of batch because something that its code reads has changed."""
+UNSIZED = torch.ops.samplewise.cudnn_steps.default
+"""An op whose results are of sizes that only running it tells."""
 MAX_SIZES = 4
-"""How many sizes of a batch are compiled one by one where no graph for all sizes is found."""
+"""How many sizes of a batch are compiled one by one where no graph for all sizes is found; others are taken op by op."""
 
 
 @dataclass
@@ -30,12 +35,22 @@ class Graph:
 
 
 @dataclass
+class AnySize(Graph):
+    """A step compiled for all sizes, as far as graphs of some agree."""
+
+    form: sizes.Template
+    smallest: int
+    largest: int
+    """Of the sizes that agreed: code may take another course for few samples or for many."""
+
+
+@dataclass
 class Family:
     """The graphs of one kind of batch, for one state of what the step's code reads."""
 
     snapshot: Snapshot
     of_size: dict[int, Graph] = field(default_factory=dict)
-    of_any_size: Graph | None = None
+    of_any_size: AnySize | None = None
     why_not: str | None = None
     """Why there is no graph for all sizes."""
 
@@ -48,6 +63,10 @@ class Compiled:
         self.batch_dim, self.verify = batch_dim, verify
         self.num_graphs = 0
         """How many graphs have been compiled."""
+        self.num_op_by_op = 0
+        """How many steps were taken op by op in the graph's place: their answers are the same, their time is not."""
+        self.why_op_by_op: str | None = None
+        """Why the last of them was."""
         self._families: dict[Any, list[Family]] = {}
 
     def __call__(self, *batch: Any) -> Any:
@@ -59,18 +78,24 @@ class Compiled:
                 "op by op: per_sample_step(..., compile=False)."
             )
         size = next((t.shape[self.batch_dim] for t in tensors if t.ndim > self.batch_dim), 0)
-        graph = outputs = None
-        if size:
-            kind = (spec, tuple(self._kind(leaf, size) for leaf in leaves), _surroundings())
-            graph, outputs = self._launched(kind, size, tensors)
-            if graph is None:
-                graph = self._graph(self._family(kind, batch), size, batch)
+        if not size:
+            return self._op_by_op(batch, "a batch without samples")
+        kind = (spec, tuple(kind_of(leaf, self.batch_dim, size) for leaf in leaves), surroundings())
+        graph, outputs = self._launched(kind, size, tensors)
         if graph is None:
-            return self.run(batch, Record(), verify=False)
+            family = self._family(kind, batch)
+            graph = self._graph(family, size, batch)
+            if graph is None:
+                return self._op_by_op(batch, f"a size beyond {MAX_SIZES}, and no graph serves all: {family.why_not}")
         outputs = graph.run(*tensors) if outputs is None else outputs
         if graph.trace.has_doubt and bool(outputs[-1]):
-            return self.run(batch, Record(), verify=False)
+            return self._op_by_op(batch, "values that need care: a sample that is not finite, or positions that cancel")
         return graph.trace.result(outputs)
+
+    def _op_by_op(self, batch: tuple, why: str) -> Any:
+        self.num_op_by_op += 1
+        self.why_op_by_op = why
+        return self.run(batch, Record(), verify=False)
 
     def _launched(self, kind: Any, size: int, tensors: list[Tensor]) -> tuple[Graph | None, list[Tensor] | None]:
         """The graph of the last step of this kind and what it gives, if it holds for this one.
@@ -86,16 +111,6 @@ class Compiled:
         except RuntimeError:  # parameters of another shape; if it is something else, it comes again
             return None, None
         return (graph, outputs) if family.snapshot.change() is None else (None, None)
-
-    def _kind(self, leaf: Any, size: int) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        shape = [-1 if self._is_row_dim(leaf, d, size) else n for d, n in enumerate(leaf.shape)]
-        strides = None if leaf.is_contiguous() else leaf.stride()
-        return tuple(shape), strides, leaf.dtype, leaf.device
-
-    def _is_row_dim(self, t: Tensor, d: int, size: int) -> bool:
-        return d == self.batch_dim and t.shape[d] == size
 
     def _family(self, kind: Any, batch: tuple) -> Family:
         families, change = self._families.setdefault(kind, []), None
@@ -138,7 +153,7 @@ class Compiled:
         """The graph for this size; None if the step is to be taken op by op."""
         if size in family.of_size:
             return family.of_size[size]
-        if family.of_any_size is not None and size > 1:
+        if size > 1 and family.of_any_size is not None and self._serves(family, size, batch):
             return family.of_any_size
         others = [n for n in family.of_size if n > 1]
         if size > 1 and others and family.why_not is None:
@@ -149,57 +164,58 @@ class Compiled:
             except sizes.NotAlikeError as error:
                 family.why_not = str(error)
         if len(others) >= MAX_SIZES and size > 1:
-            warnings.warn(
-                f"no graph of the step serves batches of all sizes ({family.why_not}); after {MAX_SIZES} sizes others are taken op "
-                "by op. Give batches of a few sizes.",
-                stacklevel=4,
-            )
             return None
         trace = Trace(self.model, self.run, batch, Record())
         family.of_size[size] = Graph(trace, self._compiled(trace.graph, batch, is_fixed=True))
         return family.of_size[size]
 
-    def _graph_of_any_size(self, first: Trace, size: int, batch: tuple) -> Graph:
+    def _serves(self, family: Family, size: int, batch: tuple) -> bool:
+        """Whether the graph of any size is one of this; found out by a trace where the size is smaller or larger than others."""
+        graph = family.of_any_size
+        assert graph is not None
+        if graph.smallest <= size <= graph.largest:
+            return True
+        if family.why_not is not None:
+            return False
+        trace = Trace(self.model, self.run, batch, Record(routes=graph.trace.record.routes))
+        try:
+            sizes.check(graph.form, graph.trace.graph, trace.graph, size)
+        except sizes.NotAlikeError as error:
+            family.why_not = str(error)
+            return False
+        graph.smallest, graph.largest = min(size, graph.smallest), max(size, graph.largest)
+        return True
+
+    def _graph_of_any_size(self, first: Trace, size: int, batch: tuple) -> AnySize:
         small = first.record.batch_size
         leaves, spec = tree_flatten(batch)
-        if small is None or not any(isinstance(t, Tensor) and self._has_rows(t, size) for t in leaves):
+        tensors = [t for t in leaves if isinstance(t, Tensor)]
+        place = next((i for i, t in enumerate(tensors) if has_rows(t, self.batch_dim, size)), None)
+        if small is None or place is None:
             raise sizes.NotAlikeError("the size of the batch is not one of its tensors'")
         pinned = Record(routes=first.record.routes)
         second = Trace(self.model, self.run, batch, pinned)
-        third_size = small + size
-        third = Trace(
-            self.model, self.run, tree_unflatten([self._resized(t, size, third_size) for t in leaves], spec), pinned
-        )
+        third_size = (small + size) | 1  # odd: sizes are often multiples of 8, and code may round up to them
+        more = tree_unflatten([resized(t, self.batch_dim, size, third_size) for t in leaves], spec)
+        third = Trace(self.model, self.run, more, pinned)
         if second.record.batch_size != size:
             raise sizes.NotAlikeError("the size of the batch is not that of its first tensor")
         form = sizes.template(first.graph, second.graph, (small, size))
         sizes.check(form, first.graph, third.graph, third_size)
-        tensors = [t for t in leaves if isinstance(t, Tensor)]
-        place = next(i for i, t in enumerate(tensors) if self._has_rows(t, size))
         graph = sizes.of_any_size(form, first.graph, (place, self.batch_dim))
-        return Graph(first, self._compiled(graph, batch, is_fixed=False))
-
-    def _has_rows(self, t: Tensor, size: int) -> bool:
-        return t.ndim > self.batch_dim and t.shape[self.batch_dim] == size
-
-    def _resized(self, leaf: Any, size: int, other: int) -> Any:
-        """A tensor like this with another number of rows; its values are not read."""
-        if not isinstance(leaf, Tensor) or not self._has_rows(leaf, size):
-            return leaf
-        shape = list(leaf.shape)
-        shape[self.batch_dim] = other
-        return leaf.new_zeros(shape)
+        return AnySize(first, self._compiled(graph, batch, is_fixed=False), form, min(small, size), third_size)
 
     def _compiled(self, graph: torch.fx.GraphModule, batch: tuple, *, is_fixed: bool) -> Callable[..., list[Tensor]]:
         self.num_graphs += 1
         tensors = [t for t in tree_flatten(batch)[0] if isinstance(t, Tensor)]
+        unsized = any(node.target is UNSIZED for node in graph.graph.nodes)
+        options: Any = {"fullgraph": True, "options": {"size_asserts": False} if unsized else None}
         if is_fixed:
-            compiled = torch.no_grad()(torch.compile(graph.forward, fullgraph=True, dynamic=False))
-            return replayed(compiled, graph, tensors)
-        compiled = torch.no_grad()(torch.compile(graph.forward, fullgraph=True))
+            return replayed(_as_written(torch.compile(hinted(graph).forward, dynamic=False, **options)), graph, tensors)
+        compiled = _as_written(torch.compile(hinted(graph).forward, **options))
 
         def run(*tensors: Tensor) -> list[Tensor]:
-            rows = [t for t in tensors if self._has_rows(t, tensors[0].shape[self.batch_dim])]
+            rows = [t for t in tensors if has_rows(t, self.batch_dim, tensors[0].shape[self.batch_dim])]
             for t in rows:
                 torch._dynamo.maybe_mark_dynamic(t, self.batch_dim)
             return compiled(*tensors)
@@ -207,15 +223,15 @@ class Compiled:
         return run
 
 
-HOOKS_OF_ALL_MODULES = [name for name in vars(nn.modules.module) if name.startswith("_global_") and name.endswith("_hooks")]
+def _as_written(compiled: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    """The graph without gradients and without autocast: its casts stand in it, where the step has them and nowhere else."""
 
+    @torch.no_grad()
+    def run(*tensors: Tensor) -> list[Tensor]:
+        with ExitStack() as off:
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    off.enter_context(torch.autocast(device, enabled=False))
+            return compiled(*tensors)
 
-def _surroundings() -> Any:
-    """What torch itself does otherwise from the same call."""
-    return (
-        tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
-        torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        tuple(tuple(vars(nn.modules.module)[hooks]) for hooks in HOOKS_OF_ALL_MODULES),
-    )
+    return run

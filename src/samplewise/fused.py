@@ -1,4 +1,4 @@
-"""Norms by kernels, which are imported when a GPU is first asked."""
+"""Answers by kernels, which are imported when a GPU is first asked."""
 
 import os
 
@@ -32,3 +32,15 @@ def conv_sq_norms(x_BCHW: Tensor, g_BOHW: Tensor, *geometry: object) -> Tensor:
     from samplewise.kernels import conv_norm
 
     return conv_norm.conv_sq_norms(x_BCHW, g_BOHW, *geometry)  # type: ignore[arg-type]
+
+
+def conv_gram_sq_norms(x_BCHW: Tensor, g_BOHW: Tensor, *geometry: object) -> tuple[Tensor, Tensor]:
+    from samplewise.kernels import conv_gram_norm
+
+    return conv_gram_norm.conv_gram_sq_norms(x_BCHW, g_BOHW, *geometry)  # type: ignore[arg-type]
+
+
+def conv_per_sample(x_BCHW: Tensor, g_BOHW: Tensor, *geometry: object) -> Tensor:
+    from samplewise.kernels import conv_norm
+
+    return conv_norm.conv_per_sample(x_BCHW, g_BOHW, *geometry)  # type: ignore[arg-type]

@@ -14,21 +14,12 @@ import samplewise.ops  # noqa: F401  (registers the rules)
 from samplewise.backwards import follow, followed_hook
 from samplewise.errors import UnattributedError
 from samplewise.factors.dense import Dense
-from samplewise.flow import (
-    ELEMENTWISE,
-    LOSSES,
-    PATTERNS,
-    ROUTING,
-    SCALING,
-    Call,
-    Several,
-    flow,
-    is_in_place,
-    moves,
-    routes,
-    tensors_in,
-)
+from samplewise.flow import flow
+from samplewise.flow.call import Call, Several, is_in_place, tensors_in
+from samplewise.flow.handlers import moves
 from samplewise.flow.memory import Known, key_of, recalled
+from samplewise.flow.names import ELEMENTWISE, LOSSES, SCALING
+from samplewise.flow.routing import PATTERNS, ROUTING, routes
 from samplewise.inside import Insides
 from samplewise.kinds import Kind, kind_of
 from samplewise.marking import Look, Marking

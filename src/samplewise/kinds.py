@@ -7,7 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from samplewise.flow import flows_by_shapes, is_in_place, op_name
+from samplewise.flow.call import is_in_place, op_name
+from samplewise.flow.handlers import flows_by_shapes
 from samplewise.inside import ENGINE, without_override
 
 OPAQUE = set(

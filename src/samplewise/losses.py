@@ -1,7 +1,14 @@
 """What a loss must be for its samples to have gradients of their own."""
 
+from collections.abc import Callable
+
+from torch import Tensor
+
 from samplewise.errors import SamplesMixError, SamplewiseError, UnattributedError
 from samplewise.samples import Lost, Mark, Mixed
+
+LossFn = Callable[..., Tensor]
+"""(model, *batch) → one loss a sample, shape [B]."""
 
 
 def check_loss(mark: Mark | None, loss_reduction: str | None) -> None:

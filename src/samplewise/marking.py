@@ -6,9 +6,12 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from samplewise.flow import Call, Several, flow, is_in_place, tensors_in, written
+from samplewise.flow import flow
+from samplewise.flow.call import Call, Several, is_in_place, tensors_in
 from samplewise.flow.memory import Known, shapes_of
-from samplewise.samples import Layout, Lost, Mark, Marks, has_memory, same_ids
+from samplewise.flow.writes import written
+from samplewise.marks import Marks, has_memory
+from samplewise.samples import Layout, Lost, Mark, same_ids
 from samplewise.tap import Recorder
 from samplewise.tracing import untraced
 from samplewise.weights import Weight

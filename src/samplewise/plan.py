@@ -48,7 +48,7 @@ class Use:
     is_patched: bool = False
     """Whether a must first be built from an image."""
     gathers: bool = False
-    """Whether the direct route does without, reading patches where they lie."""
+    """Whether all routes do without, reading patches where they lie, and the direct one stores no gradient."""
 
     @property
     def built(self) -> int:
@@ -109,7 +109,7 @@ def costs(use: Use, rates: Rates) -> Mapping[str, Cost]:
     B, T, G, I, O = use.B, use.T, use.G, use.I, use.O
     wide = max(4, use.itemsize)
     u, a_and_g = 2.0 * B * T * G * O * I, float(B * T * G * (I + O) * use.itemsize)
-    read = a_and_g + (2.0 * B * T * G * I * wide if use.is_patched else 0)
+    read = a_and_g + (2.0 * B * T * G * I * wide if use.is_patched and not use.gathers else 0)
     directly = a_and_g if use.gathers else read + 2.0 * use.built
     num_tiles = max(1, math.ceil(T / TILE))
     pairs = T * T * (num_tiles + 1) / (2 * num_tiles) if T > 1 else 0

@@ -1,50 +1,30 @@
-"""Questions about the gradients of a batch: joins the uses of each parameter, asks the factors, puts the answers together."""
+"""Questions about the gradients of a batch: asks the parameters one by one, and puts their answers together."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from typing import Any, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from samplewise.answers import Answers, clipping, normalizing
-from samplewise.capture import Capture
 from samplewise.choice import Groups, grouped
 from samplewise.errors import SamplewiseError
-from samplewise.factors.base import Factor, squares
-from samplewise.factors.total import join
-from samplewise.parameter import ParameterGrads, kept, runs
-from samplewise.plan import Rates
+from samplewise.factors.base import squares
+from samplewise.held import Held
+from samplewise.parameter import kept, runs
 from samplewise.precision import HALF
 from samplewise.projections import Projector, projector_of
+from samplewise.samples import Layout
 from samplewise.second import SecondPass
 
-LossFn = Callable[..., Tensor]
-"""(model, *batch) → one loss a sample, shape [B]."""
 
-
-class Grads(Capture, Answers[dict[str, Tensor]]):
+class Grads(Held, Answers[dict[str, Tensor]]):
     """The per-sample gradients of one batch, by parameter name.
 
     Entered as a context it records; afterwards (or inside, after backward) it answers. Parameters that took no part in
     the loss are absent, as their `.grad` would be None.
     """
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self.parameters if name in self._factors)
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-    def __contains__(self, name: object) -> bool:
-        return self._aliases.get(name) in self._factors  # type: ignore[call-overload]
-
-    def __getitem__(self, name: str) -> ParameterGrads:
-        if name not in self:
-            known = "took no part in the loss" if name in self._aliases else "is not a captured parameter"
-            raise KeyError(f"{name!r} {known}; there are gradients for {list(self)}")
-        first = self._aliases[name]
-        return ParameterGrads(first, self.parameters[first], lambda: self._joined(first), self._factor_scale, self._planner)
 
     def materialize(self) -> dict[str, Tensor]:
         """{name: G} with G[b] the gradient of sample b, shape [B, *shape]."""
@@ -133,7 +113,8 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
         The norm is taken over all captured parameters, or over each of the `groups`, as in `norms`; `max_norm` may then be
         {group: bound}. A sample whose norm, in any group, is inf or NaN is left out.
 
-        >>> model = nn.Linear(2, 1, bias=False)
+        >>> from samplewise import capture
+        >>> model = torch.nn.Linear(2, 1, bias=False)
         >>> with capture(model) as grads:
         ...     grads.backward(model(torch.tensor([[3.0, 4.0], [0.0, 0.5]])).squeeze(1))
         >>> grads.clipped_sum(max_norm=1.0)["weight"]
@@ -146,7 +127,9 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
         norms = self.norms(groups=groups)
         bounds = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(norms, max_norm)
         if bounds.keys() != norms.keys():
-            raise ValueError(f"max_norm has {sorted(bounds)}, the groups are {sorted(norms)}")
+            raise ValueError(
+                f"max_norm has bounds for {sorted(bounds)}, but the groups are {sorted(norms)}: give each group one"
+            )
         return self._weighted_by_group(groups, {group: clipping(n, bounds[group]) for group, n in norms.items()})
 
     def normalized_sum(self, *, eps: float = 0.01, groups: Groups | None = None) -> dict[str, Tensor]:
@@ -169,7 +152,10 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
             return self.gram(direction)
         unknown = [name for name in direction if name not in self._aliases]
         if unknown:
-            raise KeyError(f"the direction names {unknown}, which are not captured parameters")
+            raise KeyError(
+                f"the direction names {unknown}, which are not captured parameters. Leave them out of it, or capture them: "
+                "capture(model, params=[...])."
+            )
         return self._added([self[name].dots(direction[name]) for name in direction if name in self])
 
     def gram(self, other: "Grads | None" = None) -> Tensor:
@@ -182,7 +168,7 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
             differing = sorted(other.parameters.keys() ^ self.parameters.keys())
             raise ValueError(f"{differing} are captured by one of the two only; give both the same params= and exclude=")
         if not len(other):
-            other._added([])
+            raise nothing_captured()
         parts = [self[name].gram(other[name]) for name in self if name in other]
         return self._added(parts or [torch.outer(self.norms(), other.norms()).zero_()])
 
@@ -215,161 +201,58 @@ class Grads(Capture, Answers[dict[str, Tensor]]):
             return self._added([self[name].project(projector) for name in self])
         parts = {name: self[name].project(projector) for name in self}
         like = self._added([part.sum(1) for part in parts.values()])
-        of = {
-            n: parts[n] if n in parts else like.new_zeros(len(like), projector.width(p)) for n, p in self.parameters.items()
-        }
-        return torch.cat([part.to(like) for part in of.values()], 1)
+        for name in self.parameters.keys() - parts.keys():
+            parts[name] = like.new_zeros(len(like), projector.width(self.parameters[name]))
+        return torch.cat([parts[name].to(like) for name in self.parameters], 1)
 
     def dots_with_sum(self, samples: Tensor | None = None) -> Tensor:
         """d with d[b] = <gradient of sample b, sum of these samples, or all>, shape [B], in float32 or better."""
         return self._added([self[name].dots_with_sum(samples) for name in self])
 
-    def _by_second_backward(self, keep: Tensor | None, w: Tensor) -> dict[str, Tensor]:
-        """The weighted sum from a backward of the weighted losses, which brings each use's share and lets it go."""
-        losses = self._losses
-        if losses is None:
-            raise SamplewiseError(
-                'with keep="graph" weighted sums are taken by a second backward: ask inside the block, after grads.backward(losses).'
-            )
-        self._second = second = SecondPass(keep)
-        try:
-            if len(w):
-                samples = torch.arange(self.batch_size or 0, device=w.device) if keep is None else keep
-                w_B = w.new_zeros(self.batch_size or 0).index_copy(0, samples, w)
-                by_row = losses.shape != w_B.shape and self.sample_ids is not None
-                w_rows = (w_B[self.sample_ids.to(w.device)] if by_row else w_B).to(losses.device)  # type: ignore[union-attr]
-                counted = w_rows.nonzero().squeeze(1)
-                (losses[counted] * w_rows[counted]).sum().backward(retain_graph=True)
-        finally:
-            self._second = None
-        sums = {name: second.sums.get(name) for name in self}
-        return {
-            n: torch.zeros_like(p) if (s := sums[n]) is None else s.to(p.dtype)
-            for n, p in self.parameters.items()
-            if n in sums
-        }
+    def _w_of_losses(self, losses: Tensor, w_B: Tensor) -> Tensor:
+        """The weight of each loss; where several rows are of one sample, the losses' mark tells whose they are, not their number."""
+        if self.sample_ids is None:
+            return w_B
+        mark = self.marks.get(losses)
+        if isinstance(mark, Layout):
+            return w_B[mark.ids.expand(losses.shape).to(w_B.device)]
+        return w_B[self.sample_ids.to(w_B.device)] if len(losses) == self.num_rows else w_B
 
     def _weighted_by_group(self, groups: Groups, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A sample that is without a weight in one group is left out of all."""
+        """{name: sum_b w[b] G[b]} with the weights of its group; a sample without one in some group is left out of all."""
         left_out = reduce(torch.logical_or, (w == 0 for w in weights.values()))
         w_of = {name: weights[group] for group, names in grouped(self._aliases, groups).items() for name in names}
         return {name: self[name].weighted_sum(torch.where(left_out, 0.0, w_of[name])) for name in self}
 
     def _norm_of(self, direction: Mapping[str, Tensor]) -> Tensor:
+        """|direction| over all parameters that it has."""
         return self._added([squares(d).sum() for d in direction.values()]).sqrt()
+
+    def _by_second_backward(self, keep: Tensor | None, w: Tensor) -> dict[str, Tensor]:
+        """The weighted sum from a backward of the weighted losses, which brings each use's share and lets it go."""
+        if self._losses is None:
+            raise SamplewiseError(
+                'with keep="graph" weighted sums are taken by a second backward: ask inside the block, after grads.backward(losses).'
+            )
+        w_B = w if keep is None else w.new_zeros(self.batch_size or 0).index_copy(0, keep, w)
+        self._second = second = SecondPass(keep)
+        try:
+            second.run(self._losses, self._w_of_losses(self._losses, w_B))
+        finally:
+            self._second = None
+        of = {name: (self.parameters[name], second.sums.get(name)) for name in self}
+        return {name: torch.zeros_like(p) if total is None else total.to(p.dtype) for name, (p, total) in of.items()}
 
     def _added(self, parts: list[Tensor]) -> Tensor:
         """The sum of one answer [B] a parameter."""
         if not parts:
-            raise SamplewiseError(
-                "no gradient was captured. Run the model and its backward inside the block: with capture(model) as grads: ..."
-            )
+            raise nothing_captured()
         dtype = reduce(torch.promote_types, (part.dtype for part in parts), torch.float32)
         return torch.stack([part.to(parts[0].device, dtype) for part in parts]).sum(0)
 
-    @property
-    def _factor_scale(self) -> float:
-        return 1.0 if self._scale is None else self._scale
 
-    def _release(self, names: list[str]) -> None:
-        """Frees what these parameters keep."""
-        for name in names:
-            self._factors[name] = []
-            self._versions[name] = []
-
-    def _all_joined(self) -> dict[str, Factor]:
-        return {name: self._joined(name) for name in self}
-
-    def _joined(self, name: str) -> Factor:
-        for tensor, version in self._versions[name]:
-            if tensor._version != version:
-                raise SamplewiseError(
-                    f"an input or gradient {tuple(tensor.shape)} of parameter {name!r} was changed in place after backward, so "
-                    "its per-sample gradients are gone. Ask before changing it, or give the model a copy."
-                )
-        factors = self._factors[name]
-        if not factors:
-            raise SamplewiseError(
-                f"the gradients of {name!r} were freed when a stream had handed them out. Ask before, or keep them: "
-                "grads.stream(keep=True)."
-            )
-        if len(factors) > 1:
-            factors[:] = [join(factors)]
-            self._versions[name] += [(t, t._version) for t in factors[0].tensors()]
-        return factors[0]
-
-
-def capture(
-    model: nn.Module,
-    *,
-    batch_size: int | None = None,
-    batch_dim: int = 0,
-    sample_ids: Tensor | None = None,
-    loss_reduction: str = "sum",
-    params: Iterable[str] | None = None,
-    exclude: Iterable[str] = (),
-    verify: bool = True,
-    keep: str = "gradients",
-    memory: str | int | float | None = None,
-    plan: Mapping[str, str] | None = None,
-    rates: Rates | None = None,
-) -> Grads:
-    """The per-sample gradients of whatever forward and backward of `model` run inside the block.
-
-    >>> model = nn.Linear(2, 1, bias=False)
-    >>> with capture(model) as grads:
-    ...     losses = model(torch.tensor([[3.0, 4.0], [6.0, 8.0]])).squeeze(1)
-    ...     grads.backward(losses)
-    >>> grads.norms()
-    tensor([ 5., 10.])
-
-    `batch_size`: how many samples; found from the model's inputs if None.
-    `batch_dim`: along which dimension of the inputs they lie.
-    `sample_ids`: for each row along that dimension the number of its sample, where several rows are of one sample (views
-    of one image, rows of one user, packed sequences).
-    `loss_reduction`: "sum" if `loss.backward()` is called on a sum of the samples' losses, "mean" if on their mean;
-    `grads.backward(losses)` needs no such word.
-    `params`, `exclude`: names or patterns ("layers.*.bias") of the parameters to capture, and of those to leave to
-    ordinary autograd.
-    `verify`: check the first call of its kind against two samples run alone, at about the cost of one more step.
-    `keep`: "norms" takes the norms of each parameter as backward passes it and lets everything else go: norms then are the
-    only question, at about the memory of plain training. "graph" does so too and keeps autograd's graph: weighted and clipped
-    sums of the whole model, asked inside the block, run backward a second time.
-    `memory`: how much may be built beside what backward leaves, "4GiB", bytes, or a fraction of the device's memory:
-    gradients that make answers quicker are then kept. Without it nothing is kept that is larger than what it is made of.
-    `plan`: routes pinned by name or pattern, {"layers.*.weight": "gram"}; see `Grads.plan`.
-    `rates`: what the device does in a second, for the plan; measured once a process if None.
-    """
-    return Grads(
-        model,
-        batch_size=batch_size,
-        batch_dim=batch_dim,
-        sample_ids=sample_ids,
-        loss_reduction=loss_reduction,
-        params=params,
-        exclude=exclude,
-        verify=verify,
-        keep=keep,
-        memory=memory,
-        plan=plan,
-        rates=rates,
+def nothing_captured() -> SamplewiseError:
+    """What is raised where there is no gradient to ask."""
+    return SamplewiseError(
+        "no gradient was captured. Run the model and its backward inside the block: with capture(model) as grads: ..."
     )
-
-
-def per_sample(model: nn.Module, loss_fn: LossFn, **options: Any) -> Callable[..., Grads]:
-    """A function of a batch that runs forward and backward once and returns the per-sample gradients.
-
-    `loss_fn(model, *batch)` calls the model and returns one loss a sample, shape [B]; `options` are those of `capture`.
-
-    >>> model = nn.Linear(2, 1, bias=False)
-    >>> grads_of = per_sample(model, lambda model, x, y: (model(x).squeeze(1) - y).square())
-    >>> grads_of(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), torch.tensor([0.0, 1.0])).norms()[1]
-    tensor(0.)
-    """
-
-    def grads_of(*batch: Any, **named: Any) -> Grads:
-        with capture(model, **options) as grads:
-            grads.backward(loss_fn(model, *batch, **named))
-        return grads
-
-    return grads_of

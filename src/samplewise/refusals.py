@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from samplewise.errors import SamplesMixError, UnattributedError
-from samplewise.flow import Several
-from samplewise.samples import Layout, Lost, Mark, Marks, Mixed
+from samplewise.flow.call import Several
+from samplewise.marks import Marks
+from samplewise.samples import Layout, Lost, Mark, Mixed
 from samplewise.tap import Recorder
 from samplewise.weights import Weight
 

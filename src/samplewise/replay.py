@@ -14,6 +14,11 @@ LAUNCH = 1e-5
 """Seconds from one kernel to the next where Python launches them: 1,950 kernels of a GPT-2 step in 19.6 ms, 13.6 of them
 running (H200, torch 2.11)."""
 
+NUM_RECORDINGS = 6
+"""How often the memory of a recording is halved in search of the least."""
+SMALL_BYTES = 1 << 25
+"""What may lie beside the block: tensors below a megabyte have memory of their own."""
+
 
 def replayed(compiled: Callable, graph: GraphModule, tensors: list[Tensor]) -> Callable[..., list[Tensor]]:
     """The compiled graph, as a CUDA graph where launches would hold it up."""
@@ -68,11 +73,9 @@ class Replay:
     def __init__(self, compiled: Callable, tensors: list[Tensor], state: list[Tensor]):
         self._inputs = [t.clone() for t in tensors]
         self._state, self._places = state, [t.data_ptr() for t in state]
-        compiled(*self._inputs)  # what is made once, by the first call, is not recorded
-        torch.cuda.synchronize()
-        self._recording = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._recording):
-            self._outputs = compiled(*self._inputs)
+        with torch.cuda.device(tensors[0].device):
+            compiled(*self._inputs)  # what is made once, by the first call, is not recorded
+            self._recording, self._outputs = _compact(lambda: compiled(*self._inputs))
 
     def is_valid(self) -> bool:
         """Whether parameters and buffers are where they were."""
@@ -82,3 +85,32 @@ class Replay:
         torch._foreach_copy_(self._inputs, list(tensors))
         self._recording.replay()
         return [t.clone() for t in self._outputs]
+
+
+def _compact(run: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    """The recording of `run`, in nearly the least memory it can be recorded in, and its results.
+
+    A recording keeps its memory. Taken block by block, as blocks are asked for, it is full of holes: GPT-2 at B8 T1024 kept 7.0 GiB
+    where 4.6 were in use at once. Cut from one block it has few, so the least block is sought that everything fits into.
+    Recording runs no kernel.
+    """
+    low, high = 0, _memory_of(_recorded(run)[0])
+    for _ in range(NUM_RECORDINGS):
+        middle = (low + high) // 2
+        low, high = (low, middle) if _memory_of(_recorded(run, middle)[0]) <= middle + SMALL_BYTES else (middle, high)
+    return _recorded(run, high)
+
+
+def _recorded(run: Callable[[], list[Tensor]], num_bytes: int = 0) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    """The recording of `run` and its results; its memory begins as one block of so many bytes."""
+    recording = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(recording):  # which first gives back what an earlier recording had
+        block = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+        del block
+        return recording, run()
+
+
+def _memory_of(recording: torch.cuda.CUDAGraph) -> int:
+    """Bytes that the recording keeps."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == recording.pool())

@@ -15,7 +15,15 @@ class SecondPass:
         self.samples = samples
         self.sums: dict[str, Tensor] = {}
 
+    def run(self, losses: Tensor, w: Tensor) -> None:
+        """Backward of sum_i w[i] losses[i] over those with a weight; the graph is kept for another."""
+        w = w.to(losses.device)
+        counted = w.nonzero().squeeze(1)
+        if len(counted):
+            (losses[counted] * w[counted]).sum().backward(retain_graph=True)
+
     def take(self, targets: Targets, factor: Factor) -> None:
+        """Adds the share of one use, as backward brings it."""
         for name, pull in targets:
             part = pull(factor)
             device = part.tensors()[0].device

@@ -9,7 +9,11 @@ import threading
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch.overrides import handle_torch_function
+
+from samplewise.errors import SamplewiseError
+from samplewise.tracing import is_tracing
 
 _apply = inspect.getattr_static(torch.autograd.Function, "apply")
 _lock = threading.Lock()
@@ -33,6 +37,11 @@ class CustomFunction:
 
 
 def _seen_apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    if cls is torch.utils.checkpoint.CheckpointFunction and is_tracing():
+        raise SamplewiseError(
+            "the step cannot be compiled: checkpoint(..., use_reentrant=True) calls backward inside of backward, where a graph has "
+            "no place for it. Use use_reentrant=False, or take the step op by op: per_sample_step(..., compile=False)."
+        )
     ours = cls.__module__.partition(".")[0] in ("torch", "samplewise")  # checkpoints, hooks, taps
     if ours or not torch._C._is_torch_function_mode_enabled() or torch._C._are_functorch_transforms_active():
         return _apply.__get__(None, cls)(*args, **kwargs)

@@ -81,6 +81,7 @@ def of_any_size(form: Template, graph: GraphModule, rows: tuple[int, int]) -> Gr
         if node.op != "placeholder" and size is None:
             size = out.call_function(torch.ops.aten.sym_size.int, (twins[placeholders[rows[0]]], rows[1]))
         twins[node] = out.create_node(node.op, node.target, filled(args), filled(kwargs), node.name)
+        twins[node].meta = dict(node.meta)
     return GraphModule(graph, out)
 
 
@@ -90,7 +91,7 @@ def _pairs(first: Graph, second: Graph) -> Iterator[tuple[Node, Node]]:
         raise NotAlikeError(f"{len(first.nodes)} and {len(second.nodes)} ops")
     twins: dict[Node, Node] = {}
     for one, two in zip(first.nodes, second.nodes, strict=True):
-        same_place = one.op == "get_attr" and _attribute(one) is _attribute(two)
+        same_place = one.op == "get_attr" and (_attribute(one) is _attribute(two) or _are_same_literal(one, two))
         if one.op != two.op or (one.target != two.target and not same_place and one.op != "placeholder"):
             raise _not_alike(one)
         if one.op == "get_attr" and not same_place:
@@ -123,11 +124,12 @@ def _following(node: Node, numbers: tuple[Any, Any], sizes: tuple[int, int]) -> 
     """How a number follows the size of the batch."""
     (one, two), (small, large) = numbers, sizes
     if isinstance(one, int) and not isinstance(one, bool):
+        for power in (1, 2):
+            if one % small**power == 0 and one * large**power == two * small**power:
+                return Of(one // small**power, power)
         if (two - one) % (large - small) == 0:
             factor = (two - one) // (large - small)
             return Of(factor, offset=one - factor * small)
-        if one % small**2 == 0 and one * large**2 == two * small**2:
-            return Of(one // small**2, power=2)
     if isinstance(one, float):
         for power in (1, -1, 2, -2):
             of = Of(one / float(small) ** power, power)
@@ -149,6 +151,13 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 def _attribute(node: Node) -> Any:
     return operator.attrgetter(str(node.target))(node.graph.owning_module)
+
+
+def _are_same_literal(one: Node, two: Node) -> bool:
+    """Whether both are what `torch.tensor([...])` wrote into the graph, and equal."""
+    a, b = _attribute(one), _attribute(two)
+    literal = all(user.target is torch.ops.aten.lift_fresh_copy.default for node in (one, two) for user in node.users)
+    return literal and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device) and bool(torch.equal(a, b))
 
 
 def _not_alike(node: Node) -> NotAlikeError:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from samplewise.flow import op_name
+from samplewise.flow.call import op_name
 from samplewise.inside import Insides
 
 DROPOUT = set("dropout alpha_dropout feature_dropout feature_alpha_dropout native_dropout".split())

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from samplewise.errors import UnattributedError
 from samplewise.factors.base import Factor
+from samplewise.marks import Marks
 from samplewise.ops.registry import FactorOf
-from samplewise.samples import Layout, Mark, Marks
+from samplewise.samples import Layout, Mark
 from samplewise.weights import Pull, Weights
 
 Targets = list[tuple[str, Pull]]

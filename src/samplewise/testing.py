@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from samplewise.queries import Grads, LossFn, per_sample
+from samplewise.losses import LossFn
+from samplewise.opening import per_sample
+from samplewise.queries import Grads
 
 
 def oracle(model: nn.Module, loss_fn: LossFn, *batch: Any, batch_dim: int = 0) -> dict[str, Tensor]:

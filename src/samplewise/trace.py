@@ -1,5 +1,7 @@
 """A step written down as one graph, through the same interception and rules as the step that runs op by op."""
 
+import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from samplewise.constants import Constants
 from samplewise.errors import SamplewiseError
 from samplewise.still import attributes_put_back
 from samplewise.tracing import collecting, is_tracing
@@ -58,7 +61,7 @@ class Trace:
             filled = list(leaves)
             for i, t in zip(places, tensors, strict=True):
                 filled[i] = t
-            with collecting() as doubts, Unread(), Unlisted():
+            with collecting() as doubts, Unread(), Constants(), Unlisted():
                 result = run(tree_unflatten(filled, spec), self.record, verify=False)
             values, self._spec = tree_flatten(result)
             self._values = [NotImplemented if isinstance(v, Tensor) else v for v in values]
@@ -66,15 +69,16 @@ class Trace:
             self.has_doubt = flag is not None
             return [v for v in values if isinstance(v, Tensor)] + ([] if flag is None else [flag])
 
+        drawn = _drawn()
         try:
             with attributes_put_back(model):
                 traced = make_fx(flat_run, tracing_mode="fake", _allow_non_fake_inputs=True)
-                self.graph = traced(*[leaves[i] for i in places])
+                self.graph = traced(*[leaves[i].detach() for i in places])  # a tensor that comes twice is two
         except SamplewiseError:
             raise
         except Exception as error:  # whatever code does with tensors that have no values
             why = (
-                "what it does depends on the values of the batch"
+                "what it does depends on values, of the batch or drawn at random"
                 if isinstance(error, OF_VALUES)
                 else "its code cannot be traced"
             )
@@ -82,6 +86,11 @@ class Trace:
                 f"the step cannot be compiled: {why} ({type(error).__name__}: {_first_line(error)}). "
                 "Take it op by op: per_sample_step(..., compile=False)."
             ) from error
+        if _drawn() != drawn:
+            raise SamplewiseError(
+                "the step cannot be compiled: its code draws random numbers of Python or NumPy, and would get the same in every "
+                "step. Draw them with torch, or take the step op by op: per_sample_step(..., compile=False)."
+            )
         _clean(self.graph.graph)
         self.graph.recompile()
 
@@ -94,6 +103,12 @@ class Trace:
         """The step's result from what the graph gave."""
         tensors = iter(outputs)
         return tree_unflatten([next(tensors) if v is NotImplemented else v for v in self._values], self._spec)
+
+
+def _drawn() -> tuple:
+    """Where the generators of Python and NumPy stand."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else [str(part) for part in numpy.random.get_state()]
 
 
 class Unread(TorchDispatchMode):

@@ -12,7 +12,7 @@ from samplewise.errors import UnattributedError
 from samplewise.factors.base import Factor
 from samplewise.factors.pullback import Pullback
 from samplewise.factors.rows import Rows
-from samplewise.samples import Marks
+from samplewise.marks import Marks
 
 Pull = Callable[[Factor], Factor]
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from typer import BadParameter
 
 from samplewise.errors import SamplewiseError
-from samplewise.verification import Verification, verify
+from samplewise.verification import verify
+from samplewise.verification.table import Verification
 
 NAMED = re.compile(r"([A-Za-z_]\w*)=(?!=)(.*)", re.DOTALL)
 SHAPE = re.compile(r"\d+(?:x\d+)*")

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samplewise.errors import SamplesMixError
-from samplewise.queries import LossFn
+from samplewise.losses import LossFn
 from samplewise.step import per_sample_step
 from samplewise.still import Still, attributes_put_back, same_randomness
-from samplewise.verification import gradients_put_back, tolerance
+from samplewise.verification.alone import gradients_put_back
+from samplewise.verification.comparing import tolerance
 
 
 def refuse_dependence(

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from samplewise.queries import LossFn
+from samplewise.losses import LossFn
 
 PRECISION = 1e-6
 """How close the bound comes, from below, to the epsilon at which the p-value meets its level."""

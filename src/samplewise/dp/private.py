@@ -20,7 +20,7 @@ from samplewise.dp.session import PRIVATE, Session
 from samplewise.dp.validation import validate
 from samplewise.dp.whole import Whole
 from samplewise.errors import SamplewiseError
-from samplewise.queries import LossFn
+from samplewise.losses import LossFn
 
 CLIPPING = {"flat": None, "per_layer": None, "automatic": Automatic(), "adaptive": Adaptive()}
 OPTIONS = {"batch_dim", "memory", "plan", "rates"}

@@ -18,7 +18,8 @@ from samplewise.dp.clipping import Bound, Clipped, clipped
 from samplewise.dp.loader import Part
 from samplewise.dp.losses import Scales, Strict
 from samplewise.errors import SamplewiseError
-from samplewise.queries import Grads, capture
+from samplewise.opening import capture
+from samplewise.queries import Grads
 
 WholeStep = Callable[[Mapping[str, float], tuple], tuple[Tensor, Clipped]]
 """(bounds, batch) → the loss, and the clipped gradients."""

@@ -13,7 +13,8 @@ from samplewise.dp.alone import refuse_dependence
 from samplewise.dp.clipping import Clipped
 from samplewise.dp.session import Session, clipped_of
 from samplewise.errors import SamplewiseError
-from samplewise.queries import Grads, LossFn
+from samplewise.losses import LossFn
+from samplewise.queries import Grads
 from samplewise.step import StepResult, step_with
 
 

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch._C._functorch import _is_vmap_fallback_enabled, _set_vmap_fallback_enabled  # type: ignore[attr-defined]
 from torch.autograd.graph import GradientEdge
 
 from samplewise.factors.base import Factor
@@ -75,11 +76,15 @@ class Pullback(Factor):
         return False
 
     def _vjp(self, cotangent: Tensor, *, batched: bool) -> Tensor:
-        (gradient,) = torch.autograd.grad(
-            self.edge,
-            self.parameter,
-            cotangent,
-            retain_graph=True,
-            is_grads_batched=batched,
-        )
-        return gradient
+        def pull(c: Tensor) -> Tensor:
+            return torch.autograd.grad(self.edge, self.parameter, c, retain_graph=True)[0]
+
+        if not batched:
+            return pull(cotangent)
+        # is_grads_batched=True knows far fewer ops: where and masked_fill go one sample at a time there
+        was_enabled = _is_vmap_fallback_enabled()
+        _set_vmap_fallback_enabled(False)
+        try:
+            return torch.vmap(pull)(cotangent)
+        finally:
+            _set_vmap_fallback_enabled(was_enabled)

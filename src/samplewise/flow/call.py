@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samplewise.samples import NO_SAMPLE, Layout, Mark, Mixed, Term
+from samplewise.flow.names import ADDING
+from samplewise.fold import NO_SAMPLE
+from samplewise.samples import Layout, Mark, Mixed, Term
 from samplewise.sight import CustomFunction
 from samplewise.tracing import untraced
 
@@ -31,6 +33,7 @@ class Call:
     """Whether it took values to tell where its samples go."""
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
+        """The argument at this position or by this name."""
         return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
 
     @property
@@ -40,10 +43,17 @@ class Call:
         assert isinstance(mark, Layout)
         return tensor, mark
 
+    @property
+    def layouts(self) -> dict[int, Layout]:
+        """The layouts of the marked tensors that have one, by the tensor's id."""
+        return {id(t): mark for t, mark in self.marks if isinstance(mark, Layout)}
+
     def layout(self, ids: Tensor) -> Layout:
+        """A layout of the same samples, with these ids."""
         return Layout(ids, self.subject[1].num_samples)
 
     def mixed(self, **kwargs: Any) -> Mixed:
+        """What a result is in which this call lets samples meet."""
         return Mixed(self.name, num_samples=self.subject[1].num_samples, **kwargs)
 
 
@@ -128,6 +138,11 @@ def merged(call: Call, all_ids: Iterable[Tensor]) -> Mark:
     return next(same, None) or call.layout(first)  # the same object knows what was found out about it
 
 
+def broadcast_met(call: Call, ndim: int) -> Mark:
+    """The ids that all data of the call has in common, broadcast to `ndim` dimensions; Mixed where two samples meet."""
+    return merged(call, [aligned(layout.ids, ndim) for layout in call.layouts.values()])
+
+
 @untraced
 def compressed(ids: Tensor) -> Tensor:
     """ids with every dimension along which the sample does not change cut to size 1."""
@@ -143,15 +158,13 @@ def reduced(call: Call, reduction: str | None, *, even: bool, num_elements: int 
     return call.mixed(linear=True, even=even, reduction=reduction, terms=terms)
 
 
-ADDING = {"add", "radd", "iadd", "sub", "rsub", "isub"}
-
-
 def elementwise(call: Call) -> Mark:
+    """Elements at the same place meet, once broadcasting has lined the tensors up."""
     tensor, layout = call.subject
     ndim = call.out.ndim
     if all(mark is layout for _, mark in call.marks) and tensor.ndim == ndim:
         return layout
-    met = merged(call, [aligned(mark.ids, ndim) for _, mark in call.marks if isinstance(mark, Layout)])
+    met = broadcast_met(call, ndim)
     if isinstance(met, Mixed) and call.name in ADDING:
         terms = frozenset([Term("sum")]) if ndim == 0 and "alpha" not in call.kwargs else None
         return replace(met, linear=True, terms=terms)  # samples added up one by one

@@ -5,16 +5,9 @@ from numbers import Real
 
 from torch import Tensor
 
-from samplewise.flow.call import ADDING, Call
+from samplewise.flow.call import Call
+from samplewise.flow.names import ADDING, DIVIDING, LINEAR, SCALING
 from samplewise.samples import Layout, Mark, Mixed, Term
-
-LINEAR = set(
-    "add radd iadd sub rsub isub neg pos clone contiguous to float double half bfloat16 type detach cuda cpu "
-    "requires_grad alias data real imag view_as_real".split()
-)
-"""Elementwise ops that keep a weighted sum a weighted sum."""
-DIVIDING = set("div truediv itruediv true_divide divide".split())
-SCALING = DIVIDING | set("mul rmul imul multiply".split())
 
 
 def of_mixed(call: Call, *, is_move: bool) -> Mark:

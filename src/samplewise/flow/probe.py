@@ -70,6 +70,7 @@ def _of_some(call: Call, marked: dict[int, Layout], samples: Tensor) -> list[Ten
 
 
 def _agree(alone: Tensor, whole: Tensor, dim: int, rows_of_some: Tensor) -> bool:
+    """Whether the result for some samples alone is those rows of the whole, but for the order of sums."""
     rows = whole.detach().index_select(dim, rows_of_some.to(whole.device))
     if alone.shape != rows.shape:
         return False

@@ -24,6 +24,10 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 IN_NUMPY = tl.constexpr(IS_INTERPRETED)
 
+ANY_STRIDES = (torch.Tag.flexible_layout,)
+"""The compiler hands tensors over as they lie. Else it would copy them to the strides they had in the trace: the gradient of
+GPT-2's logits, whose rows it aligns, 393 MB of a step's 3,000 and 538 µs for its norms in place of 210 (B16 T256, H200)."""
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from samplewise.kernels import reference
-from samplewise.kernels.backend import dot, has_kernel, jit, power_of_two, precision, tl
+from samplewise.kernels.backend import ANY_STRIDES, dot, has_kernel, jit, power_of_two, precision, tl
 from samplewise.kernels.conv_norm import check_images
 from samplewise.kernels.gram_norm import Config, gram_tile, pair_of_tiles, total_kernel
 from samplewise.precision import wide_dtype
 
 
-@torch.library.custom_op("samplewise::conv_gram_sq_norms", mutates_args=())
+@torch.library.custom_op("samplewise::conv_gram_sq_norms", mutates_args=(), tags=ANY_STRIDES)
 def conv_gram_sq_norms(
     x_BCHW: Tensor,
     g_BOHW: Tensor,

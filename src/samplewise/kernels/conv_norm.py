@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from samplewise.kernels import reference
-from samplewise.kernels.backend import dot, has_kernel, jit, power_of_two, precision, tl
+from samplewise.kernels.backend import ANY_STRIDES, dot, has_kernel, jit, num_processors, power_of_two, precision, tl
 from samplewise.precision import wide_dtype
 
 
-@torch.library.custom_op("samplewise::conv_per_sample", mutates_args=())
+@torch.library.custom_op("samplewise::conv_per_sample", mutates_args=(), tags=ANY_STRIDES)
 def conv_per_sample(
     x_BCHW: Tensor,
     g_BOHW: Tensor,
@@ -37,7 +37,7 @@ def conv_per_sample(
     return launch(x_BCHW, g_BOHW, kernel, stride, padding, dilation, groups, config(x_BCHW, g_BOHW, kernel, groups), G)
 
 
-@torch.library.custom_op("samplewise::conv_sq_norms", mutates_args=())
+@torch.library.custom_op("samplewise::conv_sq_norms", mutates_args=(), tags=ANY_STRIDES)
 def conv_sq_norms(
     x_BCHW: Tensor,
     g_BOHW: Tensor,
@@ -87,11 +87,13 @@ def check_images(x_BCHW: Tensor, g_BOHW: Tensor, groups: int) -> None:
 
 
 class Config(NamedTuple):
-    """How the work is cut: one program takes block_o × block_n entries of a gradient [O, N], block_l outputs at a time."""
+    """How the work is cut: one program takes block_o × block_n entries of a gradient [O, N], block_l outputs at a time,
+    and of all outputs one part in num_splits."""
 
     block_o: int
     block_n: int
     block_l: int
+    num_splits: int
     num_warps: int
     num_stages: int
 
@@ -103,7 +105,9 @@ def config(x_BCHW: Tensor, g_BOHW: Tensor, kernel: Sequence[int], groups: int) -
     block_o = power_of_two(g_BOHW.shape[1] // groups, least=16, most=128)
     block_n = power_of_two(N, least=16, most=128 if is_half and block_o < 128 else 64)
     block_l = power_of_two(L, least=16, most=64 if is_half else 32)
-    return Config(block_o, block_n, block_l, 4, 3)
+    num_programs = g_BOHW.shape[0] * groups * -(-g_BOHW.shape[1] // groups // block_o) * -(-N // block_n)
+    num_splits = min(4 * num_processors(g_BOHW) // num_programs, L // (8 * block_l))
+    return Config(block_o, block_n, block_l, max(1, num_splits), 4, 3)
 
 
 def launch(
@@ -126,33 +130,42 @@ def launch(
     x_BCHW, g_BOL = x_BCHW.to(dtype), g_BOHW.to(dtype).flatten(2)
     N = C * kernel[0] * kernel[1]
     num_o, num_n = -(-O // cut.block_o), -(-N // cut.block_n)
-    num_tiles = groups * num_o * num_n
-    out = g_BOL.new_empty(B, num_tiles, dtype=torch.float32) if G is None else G
+    num_tiles, L = groups * num_o * num_n, g_BOL.shape[2]
+    is_norm, is_split = G is None and cut.num_splits == 1, cut.num_splits > 1
+    parts = g_BOL.new_empty((cut.num_splits, B, groups * O, N) if is_split else (B, num_tiles), dtype=torch.float32)
+    out = parts if G is None or is_split else G
+    steps = -(-L // (cut.num_splits * cut.block_l))
     with torch.cuda.device_of(g_BOL):
-        _kernel[(B * num_tiles,)](
-            x_BCHW, g_BOL, out, C, O, H, W, g_BOL.shape[2], W_out, N, kernel[1], *stride, *padding, *dilation, groups,
-            *x_BCHW.stride(), *g_BOL.stride(), num_o, num_n,
-            IS_NORM=G is None, BLOCK_O=cut.block_o, BLOCK_N=cut.block_n, BLOCK_L=cut.block_l, PRECISION=precision(),
+        _kernel[(cut.num_splits * B * num_tiles,)](
+            x_BCHW, g_BOL, out, B, C, O, H, W, L, W_out, N, kernel[1], *stride, *padding, *dilation, groups,
+            *x_BCHW.stride(), *g_BOL.stride(), num_o, num_n, steps * cut.block_l,
+            IS_NORM=is_norm, BLOCK_O=cut.block_o, BLOCK_N=cut.block_n, BLOCK_L=cut.block_l, PRECISION=precision(),
             num_warps=cut.num_warps, num_stages=cut.num_stages,
         )  # fmt: skip
-    return out.sum(1) if G is None else out
+    if not is_split:
+        return parts.sum(1) if G is None else G
+    total = parts.sum(0)
+    if G is None:
+        return total.square().sum((1, 2))
+    return G.copy_(total.view(B, groups * O, *kernel, C).permute(0, 1, 4, 2, 3))
 
 
 @jit
 def _kernel(
-    x_ptr, g_ptr, out_ptr, C, O, H, W, L, W_out, N, kernel_w, stride_h, stride_w, padding_h, padding_w,
+    x_ptr, g_ptr, out_ptr, B, C, O, H, W, L, W_out, N, kernel_w, stride_h, stride_w, padding_h, padding_w,
     dilation_h, dilation_w, groups, x_stride_b, x_stride_c, x_stride_h, x_stride_w, g_stride_b, g_stride_o, g_stride_l,
-    num_o, num_n,
+    num_o, num_n, part_l,
     IS_NORM: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile of a sample's gradient [O, N] of a group, stored or squared and summed.
+    """One program: one tile of a sample's gradient [O, N] of a group, over `part_l` outputs, stored or squared and summed.
 
     C, O and N are of one group. Columns n run over (i, j, c), the channel fastest, so that they are adjacent in an image whose
     channels are; an entry (o, n) multiplies g[o, l] with the image at y = y(l)·stride + i·dilation - padding, and x alike.
     """
     program = tl.program_id(0)
     tile = program % (num_o * num_n)
-    group, b = (program // (num_o * num_n)) % groups, (program // (num_o * num_n * groups)).to(tl.int64)
+    group, sample = (program // (num_o * num_n)) % groups, program // (num_o * num_n * groups)
+    split, b = sample // B, (sample % B).to(tl.int64)
     o, n = (tile % num_o) * BLOCK_O + tl.arange(0, BLOCK_O), (tile // num_o) * BLOCK_N + tl.arange(0, BLOCK_N)
     tap, c = n // C, n % C
     y_of_n, x_of_n = tap // kernel_w * dilation_h - padding_h, tap % kernel_w * dilation_w - padding_w
@@ -162,7 +175,7 @@ def _kernel(
     )
     g_at = g_ptr + b * g_stride_b + (group * O + o).to(tl.int64) * g_stride_o
     total = tl.zeros((BLOCK_O, BLOCK_N), dtype=tl.float32)
-    for at in range(0, L, BLOCK_L):
+    for at in range(split * part_l, min(split * part_l + part_l, L), BLOCK_L):
         l = at + tl.arange(0, BLOCK_L)
         y_of_l, x_of_l = l // W_out * stride_h, l % W_out * stride_w
         y, x = y_of_l[:, None] + y_of_n[None, :], x_of_l[:, None] + x_of_n[None, :]
@@ -175,6 +188,6 @@ def _kernel(
     if IS_NORM:
         tl.store(out_ptr + program, tl.sum(tl.sum(total * total, 1), 0))
     else:
-        row = (b * groups + group) * O + o
+        row = (sample.to(tl.int64) * groups + group) * O + o
         out = out_ptr + row[:, None] * N + n[None, :]
         tl.store(out, total.to(out_ptr.dtype.element_ty), mask=(o < O)[:, None] & (n < N)[None, :])

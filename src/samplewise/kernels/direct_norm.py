@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from samplewise.kernels import reference
-from samplewise.kernels.backend import check_positions, dot, has_kernel, jit, power_of_two, precision, tl
+from samplewise.kernels.backend import ANY_STRIDES, check_positions, dot, has_kernel, jit, power_of_two, precision, tl
 from samplewise.precision import wide_dtype
 
 
-@torch.library.custom_op("samplewise::direct_sq_norms", mutates_args=())
+@torch.library.custom_op("samplewise::direct_sq_norms", mutates_args=(), tags=ANY_STRIDES)
 def direct_sq_norms(a_BTI: Tensor, g_BTO: Tensor) -> Tensor:
     """n[b] = |sum_t g_t ⊗ a_t|², in float32 or better; nothing cancels but within one entry.
 

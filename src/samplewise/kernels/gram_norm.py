@@ -6,11 +6,21 @@ import torch
 from torch import Tensor
 
 from samplewise.kernels import reference
-from samplewise.kernels.backend import check_positions, dot, has_kernel, jit, num_processors, power_of_two, precision, tl
+from samplewise.kernels.backend import (
+    ANY_STRIDES,
+    check_positions,
+    dot,
+    has_kernel,
+    jit,
+    num_processors,
+    power_of_two,
+    precision,
+    tl,
+)
 from samplewise.precision import wide_dtype
 
 
-@torch.library.custom_op("samplewise::gram_sq_norms", mutates_args=())
+@torch.library.custom_op("samplewise::gram_sq_norms", mutates_args=(), tags=ANY_STRIDES)
 def gram_sq_norms(a_BTI: Tensor, g_BTO: Tensor) -> tuple[Tensor, Tensor]:
     """(n, m): n[b] = sum_{s,t} <a_s, a_t> <g_s, g_t> and m[b] = (sum_t |a_t| |g_t|)², in float32 or better.
 

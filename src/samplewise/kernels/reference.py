@@ -91,21 +91,3 @@ def _taps(
         for out, s, d, k in zip(outs, stride, dilation, kernel, strict=True)
     )
     return [image[:, :, row, column] for row in rows for column in columns]
-
-
-def weighted_sum(a_BTI: Tensor, g_BTO: Tensor, w_B: Tensor) -> Tensor:
-    """sum_b w[b] · sum_t g[b,t] ⊗ a[b,t], over the samples with w[b] ≠ 0: the others may hold anything."""
-    keep = (w_B != 0).reshape(-1, 1, 1)
-    a, g = torch.where(keep, wide(a_BTI), 0), torch.where(keep, wide(g_BTO), 0)
-    return torch.einsum("bto,bti->oi", g * w_B.to(g.dtype).reshape(-1, 1, 1), a)
-
-
-def segment_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_id: int | None = None) -> Tensor:
-    """n[b] = sum_v |sum of g[b,t] over t with ids[b,t] = v|², v over all ids but `padding_id`."""
-    same_BTT, g = ids_BT.unsqueeze(2) == ids_BT.unsqueeze(1), wide(g_BTD)
-    is_first_BT = ~same_BTT.tril(-1).any(2)
-    if padding_id is not None:
-        is_padding = ids_BT == padding_id
-        g, is_first_BT = torch.where(is_padding.unsqueeze(2), 0, g), is_first_BT & ~is_padding
-    sums_BTD = same_BTT.to(g.dtype) @ g
-    return torch.where(is_first_BT.unsqueeze(2), sums_BTD, 0).square().sum((1, 2))

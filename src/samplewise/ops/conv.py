@@ -7,8 +7,8 @@ from torch import Tensor
 
 from samplewise.factors.dense import Dense
 from samplewise.factors.patches import Geometry, Patches
+from samplewise.fold import Fold
 from samplewise.ops.registry import Meeting, rule
-from samplewise.samples import Fold
 
 
 def _each(value: Any, num: int) -> tuple[int, ...]:

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samplewise.factors.rows import Rows
+from samplewise.fold import Fold
 from samplewise.ops.registry import Meeting, expansion, rule
-from samplewise.samples import Fold, Layout
+from samplewise.samples import Layout
 from samplewise.tracing import untraced
 
 

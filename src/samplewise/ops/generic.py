@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samplewise.errors import UnattributedError
 from samplewise.factors.dense import Dense
-from samplewise.flow import is_torchs
+from samplewise.flow.call import is_torchs
 from samplewise.ops.registry import Meeting
 from samplewise.samples import Layout
 from samplewise.saving import kept_as_is
@@ -85,7 +85,7 @@ class GenericFactor:
         self.data_ids = [id(t) for t in data]
 
     def __call__(self, g: Tensor, *data: Tensor) -> Dense:
-        B, ids = self.result_layout.num_samples, self.result_layout.ids.to(g.device)
+        B, ids = self.result_layout.num_samples, self.result_layout.ids_on(g.device)
         if self._are_finite(g, *data):
             rows = [self._vjp(self.edge, self.stand_in, torch.where(ids == b, g, 0)) for b in range(B)]
             if not is_torchs(self.func) and rows:
@@ -110,7 +110,7 @@ class GenericFactor:
     def _alone(self, b: int, g: Tensor, data: tuple[Tensor, ...]) -> Tensor:
         """The op once more on the rows of sample b."""
         if not self.is_repeatable or any(len(layout.dims) != 1 for layout in (self.result_layout, *self.layouts.values())):
-            return self._vjp(self.edge, self.stand_in, torch.where(self.result_layout.ids.to(g.device) == b, g, 0))
+            return self._vjp(self.edge, self.stand_in, torch.where(self.result_layout.ids_on(g.device) == b, g, 0))
         cut = {key: _rows_of(b, t, self.layouts[key]) for key, t in zip(self.data_ids, data, strict=True)}
         weight = self.stand_in.detach().requires_grad_()
         values = {**self.others, **cut, self.weight_id: weight}

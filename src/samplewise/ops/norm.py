@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samplewise.factors.dense import Dense
+from samplewise.fold import Fold
 from samplewise.ops.pointwise import spread_sum
 from samplewise.ops.registry import Meeting, rule
 from samplewise.plan import CHUNK_BYTES
 from samplewise.precision import wide, wide_dtype
-from samplewise.samples import Fold
 from samplewise.tracing import is_tracing
 
 

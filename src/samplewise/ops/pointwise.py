@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from samplewise.factors.dense import Dense
-from samplewise.flow import aligned
-from samplewise.flow.call import compressed
-from samplewise.flow.moves import spelt_index
+from samplewise.flow.call import aligned, compressed
+from samplewise.flow.indexing import spelt_index
+from samplewise.fold import Fold
 from samplewise.ops.registry import Meeting, rule
 from samplewise.precision import wide
-from samplewise.samples import Fold, Layout
+from samplewise.samples import Layout
 from samplewise.tracing import untraced
 
 
@@ -119,7 +119,7 @@ def spread_sum(g: Tensor, layout: Layout, shape: tuple[int, ...]) -> Dense:
         total = Dense.of_sum(rows(g if order is None else g.permute(order)))
         return total if total.shape == shape else Dense(total.G.reshape(B, *shape))
     # the weight itself has a dimension along which samples change: each sample sees its own stretch of it
-    ids = layout.ids.to(g.device)
+    ids = layout.ids_on(g.device)
     mine = (ids == torch.arange(B, device=g.device).reshape(-1, *[1] * g.ndim)).expand(B, *g.shape)
     G = torch.where(mine, wide(g), 0)
     dropped = [d + 1 for d in range(g.ndim) if not own[d]]

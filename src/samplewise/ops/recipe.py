@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samplewise.fold import Fold
 from samplewise.ops.registry import FactorOf, Meeting, Rule
-from samplewise.samples import Fold, Layout
+from samplewise.samples import Layout
 
 
 @dataclass(slots=True)

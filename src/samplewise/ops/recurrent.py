@@ -17,10 +17,11 @@ from torch.overrides import handle_torch_function, has_torch_function
 from samplewise.errors import SamplesMixError, UnattributedError
 from samplewise.factors.dense import Dense
 from samplewise.factors.outer import Outer
+from samplewise.ops import cudnn
 from samplewise.ops.registry import Meeting, expansion, rule
 from samplewise.ops.steps import Steps
 from samplewise.samples import Layout, same_ids
-from samplewise.tracing import untraced
+from samplewise.tracing import is_tracing, untraced
 
 KERNELS = {"lstm": torch.lstm, "gru": torch.gru, "rnn_tanh": torch.rnn_tanh, "rnn_relu": torch.rnn_relu}
 
@@ -86,19 +87,18 @@ def recurrence(
 
 
 def run(kind: str, gates: Tensor, first: list[Tensor], w_hh: Tensor, b_hh: Any, batch_sizes: Any, backwards: bool) -> Any:
-    """By torch's own kernel."""
-    width = gates.shape[-1]
-    identity = torch.eye(width, dtype=gates.dtype, device=gates.device)
-    nothing = gates.new_zeros(width)
-    hx = first if kind == "lstm" else first[0]
+    """By torch's own kernel, or by cuDNN where that is it."""
     if backwards:
         gates = reversed_steps(gates, batch_sizes)
-    # "training" alone lets cuDNN run backward; there is no dropout
-    weights = [identity, w_hh, nothing, nothing if b_hh is None else b_hh]
-    if batch_sizes is None:
-        y, *ends = KERNELS[kind](gates, hx, weights, True, 1, 0.0, True, False, False)
+    if cudnn.takes(gates) and not w_hh.requires_grad and (b_hh is None or not b_hh.requires_grad):
+        sizes = [] if batch_sizes is None else batch_sizes.tolist()
+        y, *ends = cudnn.Cudnn.apply(kind, sizes, gates, w_hh, b_hh, *first)  # type: ignore[misc]
     else:
-        y, *ends = KERNELS[kind](gates, batch_sizes, hx, weights, True, 1, 0.0, True, False)
+        identity = torch.eye(gates.shape[-1], dtype=gates.dtype, device=gates.device)
+        nothing = gates.new_zeros(gates.shape[-1])
+        weights = [identity, w_hh, nothing, nothing if b_hh is None else b_hh]
+        given = [first if kind == "lstm" else first[0], weights, True, 1, 0.0, True, False]  # no dropout
+        y, *ends = KERNELS[kind](gates, *given, False) if batch_sizes is None else KERNELS[kind](gates, batch_sizes, *given)
     return (reversed_steps(y, batch_sizes) if backwards else y), *ends
 
 
@@ -138,7 +138,7 @@ def recurrence_rule(
     rows = layout.fold(1)
     plain_w, plain_b = meeting.plain(w_hh), meeting.plain(b_hh)
     learns = plain_w.requires_grad or (plain_b is not None and plain_b.requires_grad)  # by ordinary autograd
-    by_steps = gates.is_cpu and gates.dtype in (torch.float32, torch.float64) and not learns
+    by_steps = takes_steps(gates) and not learns
     seen: list[tuple[Tensor, int]] = []  # the outputs and their version, known once the steps were taken
 
     def steps_before(h0: Tensor) -> Tensor:
@@ -173,6 +173,11 @@ def recurrence_rule(
         y, *ends = run(kind, meeting.tap(gates), first, plain_w, plain_b, batch_sizes, backwards)
     seen.append((y.detach(), y._version))
     return meeting.marked([y, *ends], [layout] + [states] * len(ends))
+
+
+def takes_steps(gates: Tensor) -> bool:
+    """Whether the steps are written out here: on the CPU torch's own are slower, and oneDNN's of bfloat16 give a graph no backward."""
+    return gates.is_cpu and (gates.dtype in (torch.float32, torch.float64) or is_tracing())
 
 
 @untraced

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from samplewise.factors.base import Factor
-from samplewise.samples import Fold, Layout
+from samplewise.fold import Fold
+from samplewise.samples import Layout
 
 FactorOf = Callable[..., Factor]
 """(g, *kept) → the factor of one weight; g is the gradient that backward brings."""

@@ -113,11 +113,7 @@ def lstm_backward(
     i, f, g, o = gates.split(dh.shape[1], 1)
     tanh_c = (f * before).addcmul_(i, g).tanh_()
     by_c = (1 - tanh_c.square()).mul_(o)
-    d = gates.new_empty(len(gates), 4, dh.shape[1])
-    torch.mul(i - i.square(), g, out=d[:, 0])
-    torch.mul(f - f.square(), before, out=d[:, 1])
-    torch.mul(1 - g.square(), i, out=d[:, 2])
-    torch.mul(o - o.square(), tanh_c, out=d[:, 3])
+    d = torch.stack([(i - i.square()) * g, (f - f.square()) * before, (1 - g.square()) * i, (o - o.square()) * tanh_c], 1)
     all_gates = d.flatten(1)
     for dh_t, dc_t, gy_t, f_t, by_t, ifg_t, o_t, all_t in walk((dh, dc), gy, f, by_c, d[:, :3], d[:, 3], all_gates):
         dc_t.addcmul_(dh_t.add_(gy_t), by_t)
@@ -149,11 +145,9 @@ def gru_backward(
 ) -> tuple[Tensor, Tensor]:
     """n gets dh (1 - z) tanh', its hidden share r times that, r and z dh times their derivative of h;  dh ← dh z + g w"""
     r, z, n = gates.split(dh.shape[1], 1)
-    d = gates.new_empty(len(gates), 4, dh.shape[1])  # n as the input sees it, then r, z, n as the recurrent weights do
-    by_n = torch.mul(1 - n.square(), 1 - z, out=d[:, 0])
-    torch.mul(r - r.square(), hidden_n, out=d[:, 1]).mul_(by_n)
-    torch.mul(z - z.square(), before - n, out=d[:, 2])
-    torch.mul(by_n, r, out=d[:, 3])
+    by_n = (1 - n.square()) * (1 - z)
+    by_r, by_z = (r - r.square()) * hidden_n * by_n, (z - z.square()) * (before - n)
+    d = torch.stack([by_n, by_r, by_z, by_n * r], 1)  # n as the input sees it, then r, z, n as the recurrent weights do
     hidden = d[:, 1:].flatten(1)
     for dh_t, gy_t, z_t, d_t, g_t in walk((dh,), gy, z, d, hidden):
         d_t.mul_(dh_t.add_(gy_t).unsqueeze(1))

@@ -1,0 +1,53 @@
+"""What a graph is made for: the kind of a batch, whatever its size, and what torch is told to do beside it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samplewise.errors import SamplewiseError
+
+COMPARED = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def kind_of(leaf: Any, batch_dim: int, size: int) -> Any:
+    """What of one part of a batch a graph has baked in: a number itself, of a tensor all but its values and its rows."""
+    if isinstance(leaf, Tensor):
+        shape = [-1 if d == batch_dim and n == size else n for d, n in enumerate(leaf.shape)]
+        strides = None if leaf.is_contiguous() else leaf.stride()
+        return tuple(shape), strides, leaf.dtype, leaf.device
+    if not isinstance(leaf, COMPARED):
+        raise SamplewiseError(
+            f"a compiled step was given a {type(leaf).__name__}, and would not see it change: a batch is of tensors, numbers and "
+            "strings, in tuples, lists and dicts. Give what is in it, let loss_fn read it from a variable, or take the step op by "
+            "op: per_sample_step(..., compile=False)."
+        )
+    return type(leaf), repr(leaf)  # True and 1.0 are equal to 1, and -0.0 to 0.0, but not to code
+
+
+def has_rows(t: Any, batch_dim: int, size: int) -> bool:
+    """Whether a tensor has a row for each of so many samples."""
+    return isinstance(t, Tensor) and t.ndim > batch_dim and t.shape[batch_dim] == size
+
+
+def resized(leaf: Any, batch_dim: int, size: int, other: int) -> Any:
+    """A tensor like this with another number of rows; its values are not read."""
+    if not has_rows(leaf, batch_dim, size):
+        return leaf
+    shape = list(leaf.shape)
+    shape[batch_dim] = other
+    return leaf.new_zeros(shape)
+
+
+HOOKS_OF_ALL_MODULES = [name for name in vars(nn.modules.module) if name.startswith("_global_") and name.endswith("_hooks")]
+
+
+def surroundings() -> Any:
+    """What torch itself does otherwise from the same call."""
+    return (
+        tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        tuple(tuple(vars(nn.modules.module)[hooks]) for hooks in HOOKS_OF_ALL_MODULES),
+    )

@@ -1,0 +1,86 @@
+"""What is known of tensors, by their identity and by their memory, for as long as they live."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+M = TypeVar("M")
+
+
+class Marks(Generic[M]):
+    """Marks by tensor; a mark goes when its tensor has died, at once or when there are many such.
+
+    Marks that hold on to something (`at_once`) are dropped by a callback of the tensor, which costs more than the mark itself.
+    """
+
+    def __init__(self, *, at_once: bool = False) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Tensor], M]] = {}
+        self._on_memory: dict[Any, tuple[StorageWeakRef, M]] = {}
+        self._at_once, self._max_entries = at_once, 4096
+
+    def get(self, t: Tensor) -> M | None:
+        """The mark of this very tensor."""
+        entry = self._entries.get(id(t))
+        return entry[1] if entry is not None and entry[0]() is t else None
+
+    def tensors(self) -> list[Tensor]:
+        """The marked tensors that are alive."""
+        return [t for ref, _ in list(self._entries.values()) if (t := ref()) is not None]
+
+    def sharing(self, t: Tensor) -> list[Tensor]:
+        """The other marked tensors on the memory of `t`."""
+        memory = t.untyped_storage()._cdata
+        others = [other for other in self.tensors() if other is not t and has_memory(other)]
+        return [other for other in others if other.untyped_storage()._cdata == memory]
+
+    def set(self, t: Tensor, mark: M) -> None:
+        """Marks the tensor, and the place that it takes up in memory for `recalled`."""
+        self._entries[id(t)] = (weakref.ref(t, self._forgetting(id(t))) if self._at_once else weakref.ref(t), mark)
+        if len(self._entries) > self._max_entries:
+            self._sweep()
+        if (not t.requires_grad or torch._C._current_graph_task_id() != -1) and has_memory(t):
+            self._on_memory[_memory(t)] = (StorageWeakRef(t.untyped_storage()), mark)
+
+    def _forgetting(self, key: int) -> Callable[[weakref.ref], None]:
+        """What drops the mark when its tensor dies, unless another tensor has got the same id since."""
+        entries = self._entries
+
+        def forget(ref: weakref.ref) -> None:
+            entry = entries.get(key)
+            if entry is not None and entry[0] is ref:
+                del entries[key]
+
+        return forget
+
+    def _sweep(self) -> None:
+        """Drops the marks of tensors that have died; not again before as many have come."""
+        for key in [key for key, (ref, _) in list(self._entries.items()) if ref() is None]:
+            self._entries.pop(key, None)
+        self._max_entries = max(4096, 2 * len(self._entries))
+
+    def recalled(self, t: Tensor) -> M | None:
+        """The mark that another tensor on the same memory had, itself perhaps gone.
+
+        So with what a checkpoint inside a checkpoint gives back, DLPack, `nn.Parameter(t)`. A tensor that needs a gradient
+        tells by its graph that it is data; it is remembered in backward alone.
+        """
+        entry = self._on_memory.get(_memory(t)) if has_memory(t) else None
+        return entry[1] if entry is not None and not entry[0].expired() else None
+
+
+def has_memory(t: Tensor) -> bool:
+    """Whether the tensor lies in memory that another could share."""
+    return t.layout is torch.strided and not t.is_meta and not is_functorch_wrapped_tensor(t)
+
+
+def _memory(t: Tensor) -> Any:
+    """The place that the tensor takes up; one without values has a storage for an address."""
+    if isinstance(t, FakeTensor):
+        return t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype
+    return t.data_ptr(), t.shape, t.stride(), t.dtype

@@ -1,0 +1,69 @@
+"""Per-sample gradients checked against truth: a few samples run alone through the plain model."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map, tree_map_only
+
+from samplewise.intercept import paused
+from samplewise.opening import capture
+from samplewise.samples import Layout
+from samplewise.still import Still, attributes_put_back, same_randomness, twin
+from samplewise.verification.alone import fresh, run_alone
+from samplewise.verification.comparing import compared
+from samplewise.verification.outputs import backward_from, outputs_of, refuse_mixed
+from samplewise.verification.table import Verification
+
+
+def verify(
+    model: nn.Module,
+    *args: Any,
+    batch_size: int | None = None,
+    batch_dim: int = 0,
+    sample_ids: Tensor | None = None,
+    **kwargs: Any,
+) -> Verification:
+    """How well per-sample gradients of `model(*args, **kwargs)` agree with those of samples run alone.
+
+    Random state, buffers and gradients are left as they were; dropout is held still. Raises where samples mix or cannot
+    be told apart.
+
+    >>> verify(nn.Linear(2, 3), torch.ones(4, 2)).is_right
+    True
+    """
+    return verified(model, args, kwargs, {"batch_size": batch_size, "batch_dim": batch_dim, "sample_ids": sample_ids})
+
+
+def verified(
+    module: nn.Module, args: tuple, kwargs: dict, options: dict[str, Any], marks: dict[int, Layout] | None = None
+) -> Verification:
+    """What two samples, the first and the last, show: the batch is run captured, and each of them alone.
+
+    `options` are those of `capture`; `marks`, by the id of an argument, say where samples lie in it if that is known already.
+    """
+    copies: list[tuple[Tensor, Layout]] = []
+
+    def copied(t: Tensor) -> Tensor:
+        own = t.detach().clone()
+        if marks is not None and id(t) in marks:
+            copies.append((own, marks[id(t)]))
+        return own
+
+    args, kwargs = tree_map_only(Tensor, copied, (args, kwargs))
+    model = twin(module)
+    with attributes_put_back(module), Still(), torch.enable_grad():
+        with capture(model, verify=False, **options) as grads:
+            for t, layout in copies:
+                grads.marks.set(t, layout)
+            grads.mark_inputs(args, kwargs)
+            samples = tuple(sorted({0, (grads.batch_size or 1) - 1}))
+            own, named = tree_map(fresh, (args, kwargs))
+            with same_randomness(module):
+                out = model(*own, **named)
+            refuse_mixed(out, grads)
+            with paused():
+                alone = {b: run_alone(b, module, grads, args, kwargs) for b in samples}
+            outputs = outputs_of(out, grads, alone)
+            backward_from(outputs, grads)
+        return compared(grads, outputs, alone, module)

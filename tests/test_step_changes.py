@@ -1,0 +1,378 @@
+"""What changes between compiled steps is seen: what the query and the forward read, the model, and what torch is told."""
+
+import functools
+import os
+import types
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from stepping import B, batch_of, both, error, mlp, norms, per_row, with_dropout
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import samplewise as sw
+from samplewise.compiled import MAX_FAMILIES
+
+pytestmark = pytest.mark.usefixtures("in_double")
+
+GLOBAL = 0.1
+SETTINGS = types.ModuleType("settings")
+
+
+class Config:
+    norm = 0.1
+
+
+class Slotted:
+    __slots__ = ("norm",)
+
+    def __init__(self) -> None:
+        self.norm = 0.1
+
+    def __call__(self, grads: Any) -> Any:
+        return grads.clipped_sum(max_norm=self.norm)
+
+    def ask(self, grads: Any) -> Any:
+        return self(grads)
+
+
+class Asker:
+    def __call__(self, grads: Any) -> Any:
+        return grads.clipped_sum(max_norm=GLOBAL)
+
+
+def by_global(grads: Any) -> Any:
+    return grads.clipped_sum(max_norm=GLOBAL)
+
+
+def halve_global() -> None:
+    global GLOBAL
+    GLOBAL = 0.05
+
+
+def clip(grads: Any, norm: float = 0.1) -> Any:
+    return grads.clipped_sum(max_norm=norm)
+
+
+def _changes_of_query() -> dict[str, Callable[[], tuple[Any, Callable]]]:
+    """{name: () → (query, what changes it)}."""
+
+    def of(holder: Any, read: Callable, change: Callable) -> Callable:
+        return lambda: (lambda h: (lambda grads: clip(grads, read(h)), lambda: change(h)))(holder())
+
+    def nested() -> Any:
+        top = Config()
+        inner = top
+        for _ in range(8):
+            inner.next = inner = Config()
+        return top
+
+    def innermost(c: Any) -> Any:
+        while hasattr(c, "next"):
+            c = c.next
+        return c
+
+    def cell() -> tuple:
+        norm = 0.1
+
+        def change() -> None:
+            nonlocal norm
+            norm = 0.05
+
+        return lambda grads: clip(grads, norm), change
+
+    def with_attribute() -> tuple:
+        def query(grads: Any) -> Any:
+            return clip(grads, query.norm)
+
+        query.norm = 0.1
+        return query, lambda: setattr(query, "norm", 0.05)
+
+    def with_default(name: str, value: Any) -> Callable:
+        def make() -> tuple:
+            def by_position(grads: Any, norm: float = 0.1) -> Any:
+                return clip(grads, norm)
+
+            def by_keyword(grads: Any, *, norm: float = 0.1) -> Any:
+                return clip(grads, norm)
+
+            query = by_position if name == "__defaults__" else by_keyword
+            return query, lambda: setattr(query, name, value)
+
+        return make
+
+    def new_code() -> tuple:
+        def query(grads: Any) -> Any:
+            return clip(grads, 0.1)
+
+        def other(grads: Any) -> Any:
+            return clip(grads, 0.05)
+
+        return query, lambda: setattr(query, "__code__", other.__code__)
+
+    def bound(name: str) -> Callable:
+        def make() -> tuple:
+            asker = Slotted()
+            return getattr(asker, name) if name else asker, lambda: setattr(asker, "norm", 0.05)
+
+        return make
+
+    def partly(*, of_config: bool) -> Callable:
+        def make() -> tuple:
+            config = Config()
+            if of_config:
+                query = functools.partial(lambda c, grads: clip(grads, c.norm), config)
+                return query, lambda: setattr(config, "norm", 0.05)
+            query = functools.partial(clip, norm=0.1)
+            return query, lambda: query.keywords.update(norm=0.05)
+
+        return make
+
+    def by_module() -> tuple:
+        SETTINGS.norm = 0.1
+        return lambda grads: clip(grads, SETTINGS.norm), lambda: setattr(SETTINGS, "norm", 0.05)
+
+    def reordered(d: dict) -> None:
+        d["a"] = d.pop("a")
+
+    def put(key: Any) -> Callable:
+        return lambda container: container.__setitem__(key, 0.05)
+
+    def replaced(s: set) -> None:
+        s.clear()
+        s.add(0.05)
+
+    return {
+        "closure": cell,
+        "list": of(lambda: [0.1], lambda c: c[0], put(0)),
+        "nested": of(lambda: {"a": [{"b": 0.1}]}, lambda c: c["a"][0]["b"], lambda c: put("b")(c["a"][0])),
+        "dict-order": of(lambda: {"a": 0.1, "b": 0.05}, lambda c: next(iter(c.values())), reordered),
+        "set": of(lambda: {0.1}, max, replaced),
+        "deque": of(lambda: deque([0.1]), lambda c: c[0], put(0)),
+        "array": of(lambda: np.array([0.1]), lambda c: float(c[0]), put(0)),
+        "object": of(Config, lambda c: c.norm, lambda c: setattr(c, "norm", 0.05)),
+        "namespace": of(lambda: types.SimpleNamespace(norm=0.1), lambda c: c.norm, lambda c: setattr(c, "norm", 0.05)),
+        "getattr": of(Config, lambda c: getattr(c, "norm"), lambda c: setattr(c, "norm", 0.05)),  # noqa: B009
+        "vars": of(lambda: types.SimpleNamespace(n=0.1), lambda c: next(iter(vars(c).values())), lambda c: setattr(c, "n", 0.05)),
+        "slots": of(Slotted, lambda c: c.norm, lambda c: setattr(c, "norm", 0.05)),
+        "deep": of(nested, lambda c: innermost(c).norm, lambda c: setattr(innermost(c), "norm", 0.05)),
+        "class": of(lambda: type("Own", (Config,), {"norm": 0.1}), lambda c: c.norm, lambda c: setattr(c, "norm", 0.05)),
+        "class-of-object": of(
+            lambda: type("Own", (Config,), {"norm": 0.1})(), lambda c: c.norm, lambda c: setattr(type(c), "norm", 0.05)
+        ),
+        "global": lambda: (lambda grads: clip(grads, GLOBAL), halve_global),
+        "global-of-helper": lambda: (lambda grads: by_global(grads), halve_global),
+        "global-of-callable": lambda: (Asker(), halve_global),
+        "module": by_module,
+        "environment": lambda: (
+            lambda grads: clip(grads, float(os.environ.get("NORM", "0.1"))), lambda: os.environ.update(NORM="0.05")
+        ),
+        "partial": partly(of_config=False),
+        "partial-of-object": partly(of_config=True),
+        "callable": bound(""),
+        "method": bound("ask"),
+        "attribute": with_attribute,
+        "defaults": with_default("__defaults__", (0.05,)),
+        "keyword-defaults": with_default("__kwdefaults__", {"norm": 0.05}),
+        "code": new_code,
+    }  # fmt: skip
+
+
+CHANGES_OF_QUERY = _changes_of_query()
+
+
+@pytest.mark.parametrize("name", CHANGES_OF_QUERY)
+def test_a_change_of_what_the_query_reads_is_seen(name, uncompiled, monkeypatch):
+    monkeypatch.setitem(globals(), "GLOBAL", 0.1)
+    monkeypatch.setattr(Config, "norm", 0.1)
+    monkeypatch.delenv("NORM", raising=False)
+    query, change = CHANGES_OF_QUERY[name]()
+    assert_change_is_seen(mlp(), per_row, query, change)
+
+
+def assert_change_is_seen(model: nn.Module, loss_fn: Any, query: Any, change: Callable, **options: Any) -> None:
+    batch = batch_of()
+    step, eager = both(model, loss_fn, query, **options)
+    before = eager(*batch)
+    assert error(step(*batch), before) < 1e-9
+    change()
+    after = eager(*batch)
+    assert error(after, before) > 1e-6, "the change changes nothing"
+    assert error(step(*batch), after) < 1e-9
+    graphs = step.num_graphs
+    assert error(step(*batch), after) < 1e-9
+    assert step.num_graphs == graphs
+
+
+class Scaled(nn.Linear):
+    """A layer that reads numbers from wherever code can."""
+
+    of_class = 1.0
+
+    def __init__(self, read: Callable[["Scaled"], Any]):
+        super().__init__(4, 3)
+        self.read, self.own, self.parts = read, 1.0, {"a": [1.0]}
+        self.register_buffer("buffer", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.read(self)
+
+    @property
+    def by_property(self) -> float:
+        return GLOBAL
+
+    def by_method(self) -> float:
+        return GLOBAL
+
+
+CHANGES_OF_FORWARD = {
+    "attribute": (lambda m: m.own, lambda m: setattr(m, "own", 2.0)),
+    "inside": (lambda m: m.parts["a"][0], lambda m: m.parts["a"].__setitem__(0, 2.0)),
+    "class": (lambda m: m.of_class, lambda m: setattr(Scaled, "of_class", 2.0)),
+    "global": (lambda m: GLOBAL, lambda m: halve_global()),
+    "property": (lambda m: m.by_property, lambda m: halve_global()),
+    "method": (lambda m: m.by_method(), lambda m: halve_global()),
+    "buffer": (lambda m: m.buffer, lambda m: m.buffer.mul_(2.0)),
+    "buffer-replaced": (lambda m: m.buffer, lambda m: setattr(m, "buffer", torch.full((3,), 2.0))),
+    "forward-of-class": (
+        lambda m: 1.0,
+        lambda m: setattr(Scaled, "forward", lambda s, x: F.linear(x, s.weight, s.bias) * 2),
+    ),
+    "forward-of-object": (lambda m: 1.0, lambda m: setattr(m, "forward", lambda x: F.linear(x, m.weight, m.bias) * 2)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES_OF_FORWARD)
+def test_a_change_of_what_forward_reads_is_seen(name, uncompiled, monkeypatch):
+    monkeypatch.setitem(globals(), "GLOBAL", 0.1)
+    monkeypatch.setattr(Scaled, "of_class", 1.0)
+    monkeypatch.setattr(Scaled, "forward", Scaled.forward)
+    read, change = CHANGES_OF_FORWARD[name]
+    model = Scaled(read)
+    assert_change_is_seen(model, per_row, norms, lambda: change(model))
+
+
+def trained(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    F.cross_entropy(model(torch.ones(2, 4)), torch.tensor([0, 1])).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def put_data(model: Any, width: int = 6) -> None:
+    for p, shape in zip(model.parameters(), [(width, 4), (width,), (3, width), (3,)], strict=True):
+        p.data = torch.randn(shape)
+
+
+def weight_normed(model: Any) -> None:
+    parametrizations.weight_norm(model[0])
+    nn.init.ones_(model[0].parametrizations.weight.original0)
+
+
+CHANGES_OF_MODEL: dict[str, tuple[Callable, Callable]] = {
+    "eval": (lambda: with_dropout(1 - 1e-12), lambda m: m.eval()),
+    "train": (lambda: with_dropout(1.0).eval(), lambda m: m.train()),
+    "dropout": (lambda: with_dropout(0.0), lambda m: setattr(m[1], "p", 1.0)),
+    "freeze": (mlp, lambda m: m[0].requires_grad_(False)),
+    "unfreeze": (
+        lambda: nn.Sequential(nn.Linear(4, 6).requires_grad_(False), nn.Linear(6, 3)),
+        lambda m: m.requires_grad_(),
+    ),
+    "parameter": (mlp, lambda m: setattr(m[0], "weight", nn.Parameter(torch.randn(6, 4)))),
+    "tied": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 3)),
+        lambda m: setattr(m[2], "weight", m[0].weight),
+    ),
+    "data": (mlp, put_data),
+    "data-of-another-shape": (mlp, lambda m: put_data(m, 7)),
+    "data-of-another-stride": (mlp, lambda m: setattr(m[0].weight, "data", torch.randn(4, 6).t())),
+    "load": (mlp, lambda m: m.load_state_dict(mlp().state_dict()) and None),
+    "load-assign": (mlp, lambda m: m.load_state_dict(mlp().state_dict(), assign=True) and None),
+    "optimizer": (mlp, trained),
+    "hook": (mlp, lambda m: m[0].register_forward_hook(lambda module, args, out: out * 2)),
+    "hook-before": (mlp, lambda m: m[2].register_forward_pre_hook(lambda module, args: (args[0] * 2,))),
+    "submodule": (mlp, lambda m: m.__setitem__(1, nn.ReLU())),
+    "appended": (mlp, lambda m: m.append(nn.Tanh())),
+    "parametrized": (mlp, weight_normed),
+    "activation": (
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.LeakyReLU(0.1), nn.Linear(6, 3)),
+        lambda m: setattr(m[1], "negative_slope", 0.9),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES_OF_MODEL)
+def test_a_change_of_the_model_is_seen(name, uncompiled):
+    make, change = CHANGES_OF_MODEL[name]
+    model = make()
+    assert_change_is_seen(model, per_row, norms, lambda: change(model))
+
+
+def test_a_hook_of_all_modules_is_seen(uncompiled):
+    handles = []
+
+    def change() -> None:
+        hook = lambda module, args, out: out * 1.5
+        handles.append(nn.modules.module.register_module_forward_hook(hook))
+
+    try:
+        assert_change_is_seen(mlp(), per_row, norms, change)
+    finally:
+        handles[0].remove()
+
+
+def test_autocast_and_default_dtype_are_seen(uncompiled):
+    model, batch = mlp().float(), (torch.randn(B, 4, dtype=torch.float32), torch.randint(3, (B,)))
+    step, eager = both(model)
+    outside = step(*batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside, want = step(*batch), eager(*batch)
+    assert error(inside, want) < 1e-2
+    assert error(inside, outside) > 1e-5
+    assert error(step(*batch), eager(*batch)) < 1e-5
+    assert step.num_graphs == 2
+
+
+def test_tensors_that_a_function_closes_over_are_read_anew(uncompiled):
+    weight = torch.ones(3)
+    loss_fn = lambda m, x, y: F.cross_entropy(m(x), y, weight=weight, reduction="none")
+    assert_change_is_seen(mlp(), loss_fn, norms, lambda: weight.copy_(torch.tensor([1.0, 2.0, 3.0])))
+
+
+def test_what_nobody_reads_is_not_looked_at(uncompiled):
+    """A trainer that counts its steps is not compiled anew in each."""
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.count, self.history, self.norm = 0, [], 0.1
+
+        def query(self, grads: Any) -> Any:
+            return clip(grads, self.norm)
+
+    trainer = Trainer()
+    step, eager = both(mlp(), per_row, trainer.query)
+    for _ in range(2 * MAX_FAMILIES):
+        batch = batch_of()
+        assert error(step(*batch), eager(*batch)) < 1e-9
+        trainer.count += 1
+        trainer.history.append(trainer.count)
+    assert step.num_graphs == 1
+
+
+def test_a_counter_in_forward_ends_in_an_error_that_names_it(uncompiled):
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x) * self.calls
+
+    step, _ = both(Counting(4, 3))
+    with pytest.raises(sw.SamplewiseError, match="calls"):
+        for _ in range(3 * MAX_FAMILIES):
+            step(*batch_of())

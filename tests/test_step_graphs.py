@@ -1,0 +1,158 @@
+"""Graphs of compiled steps against the step op by op: every kind of use, and every size of the batch."""
+
+import os
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import CASES, Case, Fn
+from stepping import batch_of, both, error, fakes, mlp, per_row, tensors
+from torch import Tensor, nn
+
+import samplewise as sw
+from samplewise.flow.memory import REMEMBERED
+from samplewise.ops.linear import _outer_of
+from samplewise.ops.pointwise import _spreading
+from samplewise.samples import Layout
+from samplewise.testing import assert_matches_oracle
+from samplewise.trace import Record, Trace
+
+pytestmark = pytest.mark.usefixtures("in_double")
+
+REFUSED = set(
+    """
+    met-radial met-tensordot met-inner met-vecdot met-multi-dot met-solve met-grid-sample met-outer met-take
+    embedding-bag-offsets rnn-packed rnn-packed-jumbled lstm-packed lstm-packed-jumbled gru-packed gru-packed-jumbled
+    attention-latents routed-experts
+    made-experts-sorted made-experts-added made-ragged made-guided
+    """.split()
+)
+"""Steps whose course depends on values."""
+
+
+def a_third() -> list[Case]:
+    """The first case of every family of names, and every third after it."""
+    seen: Counter[str] = Counter()
+    chosen = []
+    for c in CASES:
+        family = c.name.partition("-")[0]
+        if seen[family] % 3 == 0:
+            chosen.append(c)
+        seen[family] += 1
+    return chosen
+
+
+TRACED = CASES if os.environ.get("SAMPLEWISE_ALL") else a_third()
+"""Tracing all takes minutes: `make test-all` does."""
+
+
+def cold() -> None:
+    Layout.along.cache_clear()
+    REMEMBERED.clear()
+    _outer_of.cache_clear()
+    _spreading.cache_clear()
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in TRACED])
+def test_a_graph_says_what_the_step_op_by_op_says(case: Case):
+    cold()
+    model, batch, loss_fn = case.build()
+    options = {"batch_dim": case.batch_dim, **case.options}
+    compiled, eager = both(model, loss_fn, **options)
+    if case.name in REFUSED:
+        with pytest.raises(sw.SamplewiseError):
+            Trace(model, compiled.run, batch, Record())
+    else:
+        trace = Trace(model, compiled.run, batch, Record())
+        with torch.no_grad():
+            outputs = trace.graph(*tensors(batch))
+        assert error(trace.result(outputs), eager(*batch)) < 1e-9
+    assert fakes(model) == []
+    if case.name in AFTERWARDS:
+        assert_matches_oracle(model, loss_fn, *batch, **options)
+
+
+AFTERWARDS = {c.name for c in CASES[::10] if not c.loss_fn}
+"""Where the captured gradients after a trace are held against the oracle."""
+
+
+def mean_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def sum_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y, reduction="sum")
+
+
+class CNN(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.unflatten(1, (1, 2, 2)))
+
+
+class Reader(nn.Module):
+    """A recurrent classifier; reads [B, T] numbers."""
+
+    def __init__(self, of: str = "LSTM"):
+        super().__init__()
+        self.rnn, self.head = getattr(nn, of)(1, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x[..., None])[0][:, -1])
+
+
+SIZED = {
+    "mlp-mean": (mlp, mean_loss, "mean"), "mlp-sum": (mlp, sum_loss, "sum"), "mlp-rows": (mlp, per_row, "sum"),
+    "cnn": (CNN, per_row, "sum"), "cnn-mean": (CNN, mean_loss, "mean"), "gru": (lambda: Reader("GRU"), per_row, "sum"),
+    "lstm": (Reader, per_row, "sum"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_one_graph_serves_all_sizes(name, uncompiled):
+    make, loss_fn, reduction = SIZED[name]
+    model = make()
+    step, eager = both(model, loss_fn, loss_reduction=reduction)
+    for size in [
+        5,
+        31,
+        2,
+        64,
+        *range(3, 14),
+        1,
+        16,
+        17,
+        32,
+        33,
+        0 if "mlp" in name and reduction == "sum" else 1,
+        63,
+        64,
+        2,
+    ]:
+        batch = batch_of(size)
+        assert error(step(*batch), eager(*batch)) < 1e-9, size
+    assert step.num_graphs == 3  # with the one for a batch of one
+
+
+@pytest.mark.parametrize("first", [2, 3, 4, 6, 8])
+def test_sizes_that_meet_other_sizes_of_the_model(first, uncompiled):
+    """Numbers of a graph that happen to equal B: widths 4, 6 and 3, length 4."""
+    model = Fn(lambda s, x: s.h(s.l(x[..., None]).tanh().flatten(1)), l=nn.Linear(1, 6), h=nn.Linear(24, 3))
+    step, eager = both(model)
+    for size in (first, 3, 4, 6, 8, 24, 12, 5):
+        batch = batch_of(size)
+        assert error(step(*batch), eager(*batch)) < 1e-9, size
+
+
+def test_compiled_for_all_sizes():
+    model = mlp()
+    step, eager = both(model)
+    for size in (4, 7, 2, 1, 9, 16):
+        batch = batch_of(size)
+        assert error(step(*batch), eager(*batch)) < 1e-9, size
+    assert step.num_graphs == 3
