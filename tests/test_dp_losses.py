@@ -292,16 +292,115 @@ def by_function(m: nn.Module, x: Tensor, w: Tensor) -> Tensor:
     return SumOverSize.apply(losses)
 
 
+def by_function_at_once(m: nn.Module, x: Tensor, w: Tensor) -> Tensor:
+    return SumOverSize.apply(per_sample(m, x))  # apply is looked up before the model is called
+
+
+sum_over_size = SumOverSize.apply
+
+
+def by_function_of_before(m: nn.Module, x: Tensor, w: Tensor) -> Tensor:
+    return sum_over_size(per_sample(m, x))
+
+
 def picked(m: nn.Module, x: Tensor, w: Tensor) -> Tensor:
     losses = per_sample(m, x)
     return losses[(w == w.max()) > 0].sum()
 
 
-@pytest.mark.parametrize("loss", [by_function, hooked, picked])
+@pytest.mark.parametrize("loss", [by_function, by_function_at_once, by_function_of_before, hooked, picked])
 @pytest.mark.parametrize("how", ["loop", "in one"])
 def test_what_marks_do_not_tell_is_refused_outside_of_the_model(loss, how):
     with pytest.raises(SamplewiseError, match=r"took part in the loss|taken out|combines gradients"):
         run(loss, "sum", how)
+
+
+class AllAlike(torch.autograd.Function):
+    """Gives every sample the mean of the gradients, which a look at the sizes of gradients does not find."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.mean(0, keepdim=True).expand_as(g)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+
+
+all_alike, doubled = AllAlike.apply, Doubled.apply
+
+UNSEEN = {
+    "at once": lambda m, x, w: (AllAlike.apply(m(x)) * w[:, None]).sum(),
+    "looked up before": lambda m, x, w: (all_alike(m(x)) * w[:, None]).sum(),
+    "between two calls of the model": lambda m, x, w: (m[1](all_alike(m[0](x))) * w[:, None]).sum(),
+    "before a call, used after it": lambda m, x, w: (all_alike(m(x)) * m(x).detach() * w[:, None]).sum(),
+    "backward starts from it": lambda m, x, w: all_alike((m(x) * w[:, None]).sum()),
+    "each sample alone": lambda m, x, w: doubled(m(x)).sum(),
+}
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("loss", UNSEEN.values(), ids=UNSEEN)
+def test_a_function_whose_apply_was_looked_up_before_is_refused(loss, how):
+    x, w = torch.randn(N, 2), torch.randn(N)
+    text = "apply was looked up before" if how == "loop" else "apply was looked up before|taken out|combines gradients"
+    with pytest.raises(SamplewiseError, match=text):
+        clipped_sum(loss, (x, w), "sum", how, model=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
+
+
+class EndsInFunction(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 1, bias=False)
+
+    def forward(self, x):
+        return doubled(self.linear(x))
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight = ctx.saved_tensors
+        return g @ weight, g.T @ x
+
+
+def seen_function_of_weights(m: nn.Module, x: Tensor, w: Tensor) -> Tensor:
+    out = m(x)
+    return (out + Product.apply(x, m.linear.weight)).sum()
+
+
+def seen_function(m: nn.Module, x: Tensor, w: Tensor) -> Tensor:
+    out = m(x)
+    return Doubled.apply(out).sum()
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("loss", [seen_function, lambda m, x, w: (m(x) * w[:, None]).sum() + m(x).sum()])
+def test_functions_in_the_model_and_in_sight_are_taken(loss, how):
+    found = clipped_sum(loss, (torch.randn(N, 2), torch.randn(N)), "sum", how, model=EndsInFunction())
+    assert 0 < float(found.norm()) <= N
+
+
+@pytest.mark.parametrize("how", ["loop", "in one"])
+def test_a_function_of_data_and_weights_in_sight_is_taken(how):
+    batch = torch.randn(N, 2), torch.randn(N)
+    found = clipped_sum(seen_function_of_weights, batch, "sum", how, model=EndsInFunction())
+    assert 0 < float(found.norm()) <= N
 
 
 class Backward:

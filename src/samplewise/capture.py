@@ -17,6 +17,7 @@ from samplewise.errors import SamplewiseError, UnattributedError
 from samplewise.factors.base import Factor
 from samplewise.factors.norms import Norms
 from samplewise.factors.total import join
+from samplewise.flow.call import tensors_in
 from samplewise.intercept import Intercept
 from samplewise.losses import check_loss, check_reduction
 from samplewise.marks import Marks
@@ -107,6 +108,8 @@ class Capture:
         self._handles: list[Any] = []
         self._watch: Watch | None = None
         self._outermost: nn.Module | None = None
+        self._since = 0
+        """The number of autograd's first node in the present call of the model, or in the last one."""
         self._is_open = False
         self._was_entered = False
 
@@ -161,7 +164,9 @@ class Capture:
     def entered(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Hears that a module of the model is called."""
         if self._outermost is None and self._is_listening:
-            self._outermost = module
+            if self.guard is not None:
+                self.guard.met(tensors_in((args, kwargs)))
+            self._outermost, self._since = module, torch.autograd._get_sequence_nr()
             self.mark_inputs(args, kwargs)
             if self.verify and self._intercept is not None and torch.is_grad_enabled():
                 self._verify(module, args, kwargs)
@@ -172,6 +177,8 @@ class Capture:
         """Hears that a module of the model has returned."""
         if self._outermost is module and self._is_listening:
             self._outermost = None
+            if self.guard is not None:
+                self.guard.saw(self._since)
             if self._watch is not None:
                 self._watch.hear_all()
 

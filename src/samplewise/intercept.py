@@ -73,10 +73,18 @@ class Intercept(TorchFunctionMode):
         if kind.is_question or self.is_paused:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = {SYNONYMS.get(k, k): v for k, v in kwargs.items()} if kwargs else {}
-        if self.recorder.guard is not None and (kind.is_reading or kind.name in SCALING):
-            self._tell(self.recorder.guard, kind, args, kwargs)
+        guard, since = self.recorder.guard, torch.autograd._get_sequence_nr()
+        if guard is not None:
+            self._tell(guard, kind, args, kwargs)
         if kind.is_opaque:
             return self._opaque(func, kind.name, args, kwargs)
+        out = self._understood(kind, func, args, kwargs)
+        if guard is not None and isinstance(func, CustomFunction):
+            guard.saw(since)
+        return out
+
+    def _understood(self, kind: Kind, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Runs an op, and keeps track of where its samples go and of what it does with weights."""
         if (kind.may_repeat or kind.has_inside) and "out" not in kwargs:
             look = Look(self.marking)
             key = key_of(func, args, kwargs, look)
@@ -125,8 +133,12 @@ class Intercept(TorchFunctionMode):
         return out
 
     def _tell(self, guard: Guard, kind: Kind, args: tuple, kwargs: dict) -> None:
-        """Tells of data that are read or scaled."""
+        """Tells of data that are read or scaled, and of all that is taken outside of the model."""
         values = (*args, *kwargs.values())
+        if not self.recorder.is_inside:
+            guard.met(tensors_in(values))
+        if not (kind.is_reading or kind.name in SCALING):
+            return
         numbers = [float(a) for a in values if isinstance(a, int | float)]
         for t in tensors_in(values):
             mark = self.marks.get(t)

@@ -46,6 +46,12 @@ class Guard(Protocol):
     def hid(self, what: str, *, is_inside: bool) -> None:
         """Something took part, `what` in words, by which samples may count for something that marks do not tell."""
 
+    def saw(self, since: int) -> None:
+        """All nodes of autograd from this number on were made in sight."""
+
+    def met(self, tensors: list[Tensor]) -> None:
+        """An op outside of the model, or the model itself, takes these."""
+
     def check(self, mark: Mark | None, *, num_samples: int, loss_reduction: str, is_weighted: bool) -> None:
         """Raises if backward is not to start from a loss with this mark; `is_weighted` if it is given a gradient."""
 

@@ -5,8 +5,12 @@ import sys
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+import torch
+from torch import Tensor
+
 from samplewise.errors import SamplesMixError, SamplewiseError
 from samplewise.samples import Layout, Mark, Mixed, Term
+from samplewise.sight import function_of
 
 POWERS = (1.0, -1.0, 0.5, -0.5, 2.0, -2.0)
 
@@ -55,6 +59,7 @@ class Strict:
     | a product with a tensor, a division by labels | refused |
     | `.item()`, `if`, `.tolist()` of several samples before backward, outside of the model | refused |
     | a gradient hook, a sum by somebody's autograd.Function, outside of the model | refused |
+    | an autograd.Function whose `apply` was looked up before the model was called, outside of the model | refused |
     | a number that follows the size of the batch otherwise, `(losses / len(x)).sum()` | refused from the second size on |
     """
 
@@ -64,6 +69,10 @@ class Strict:
         self._hidden: str | None = None
         self._is_read_inside = False
         self._numbers: list[float] = []
+        self._seen: list[tuple[int, int]] = []
+        """Spans of autograd's numbers of its nodes: calls of the model, Functions that were seen."""
+        self._functions: dict[int, str] = {}
+        """{number of a node: the Function that it is of}, of those whose results were met outside of the model."""
 
     def read(self, name: str, mark: Mark, *, is_inside: bool) -> None:
         if isinstance(mark, Layout) and not mark.dims:
@@ -84,7 +93,23 @@ class Strict:
         if not is_inside:
             self._hidden = self._hidden or what
 
+    def saw(self, since: int) -> None:
+        self._seen.append((since, torch.autograd._get_sequence_nr()))
+
+    def met(self, tensors: list[Tensor]) -> None:
+        found = [f for f in map(function_of, tensors) if f is not None]
+        if found and torch._C._current_graph_task_id() == -1:  # not within a backward, by a checkpoint
+            self._functions |= {number: name for name, number in found}
+
+    def _hide_unseen(self) -> None:
+        """What was made before the model was called does not depend on its parameters."""
+        for number, name in self._functions.items():
+            if self._seen and number >= self._seen[0][0] and not any(a <= number < z for a, z in self._seen):
+                what = f"{name}, an autograd.Function whose apply was looked up before the model was called"
+                self.hid(f"{what} (out = model(x) and then {name}.apply(out) is seen),", is_inside=False)
+
     def check(self, mark: Mark | None, *, num_samples: int, loss_reduction: str, is_weighted: bool) -> None:
+        self._hide_unseen()
         if self._read is not None:
             raise SamplewiseError(
                 f"values of several samples were read into Python ({self._read}: .item(), float(), if, .tolist()) before backward, "
