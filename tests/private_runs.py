@@ -26,7 +26,7 @@ def private(model: nn.Module | None = None, optimizer: Any = None, **arguments: 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5) if optimizer is None else optimizer
     dataset, batch_size = arguments.pop("dataset", None) or data(), arguments.pop("batch_size", 10)
     loader = arguments.pop("loader") if "loader" in arguments else DataLoader(dataset, batch_size=batch_size)
-    options = {"noise_multiplier": 0.0, "max_grad_norm": float("inf"), "seed": 0, "verify": False, **arguments}
+    options = {"noise_multiplier": 0.0, "max_grad_norm": float("inf"), "seed": 0, **arguments}
     if "target_epsilon" in options:
         del options["noise_multiplier"]
     return sw.dp.make_private(model, optimizer, loader, **options)

@@ -121,7 +121,7 @@ def test_peft_adapters_train_privately():
     stacked = TensorDataset(*(torch.stack([row[k] for row in rows]) for k in ("input_ids", "labels")))
     before = weights(model)
     model, optimizer, loader = private(
-        model, optimizer, dataset=stacked, batch_size=8, max_grad_norm=0.5, noise_multiplier=1.0, verify=True
+        model, optimizer, dataset=stacked, batch_size=8, max_grad_norm=0.5, noise_multiplier=1.0
     )
     for ids, labels in loader:
         optimizer.zero_grad()
@@ -225,7 +225,7 @@ class Tower(nn.Module):
 
 def test_keyword_calls_and_dict_outputs():
     rows = TensorDataset(torch.randint(11, (20, 6)), torch.randint(3, (20,)))
-    model, optimizer, loader = private(Tower(), dataset=rows, max_grad_norm=1.0, noise_multiplier=1.0, verify=True)
+    model, optimizer, loader = private(Tower(), dataset=rows, max_grad_norm=1.0, noise_multiplier=1.0)
     for ids, y in loader:
         optimizer.zero_grad()
         F.cross_entropy(model(ids=ids)["logits"], y).backward()

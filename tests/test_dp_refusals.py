@@ -257,10 +257,11 @@ def test_a_loss_beside_the_private_model_is_refused(where):
 
 
 def test_a_grad_scaler_is_refused():
-    """It skips steps where it sees inf, which is a look at the data; it finds no gradients to look at."""
+    """It skips steps where it sees inf, which is a look at the data, and scales by what it saw; it finds no gradients to look at."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     with Loop() as run:
-        scaler.scale(F.cross_entropy(run.model(run.x), run.y)).backward()
+        with pytest.raises(SamplewiseError, match="GradScaler"):
+            scaler.scale(F.cross_entropy(run.model(run.x), run.y)).backward()
         before = weights(run.model)
         with pytest.raises(AssertionError, match="No inf checks"):
             scaler.step(run.optimizer)
@@ -355,7 +356,7 @@ def test_batch_norm_is_refused_and_fixed():
     assert [(c.name, c.before, c.after) for c in sw.dp.fix(model)] == [("1", "BatchNorm1d", "GroupNorm")]
     with pytest.raises(SamplewiseError, match="after the optimizer was made"):
         private(model, stale)
-    train(*private(model, max_grad_norm=1.0, noise_multiplier=1.0, verify=True))
+    train(*private(model, max_grad_norm=1.0, noise_multiplier=1.0))
 
 
 def test_fix_keeps_scale_and_shift_and_reaches_every_place():
@@ -377,7 +378,7 @@ class Learns(nn.Module):
         super().__init__()
         self.lin, self.how = nn.Linear(5, 3), how
         self.register_buffer("mean", torch.zeros(5))
-        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
     def forward(self, x):
         self.calls += 1
@@ -655,5 +656,10 @@ def test_a_mixing_model_is_refused_by_the_check_of_a_first_call():
         def forward(self, x):
             return self.lin(x) - x.sum(0)[:3].numpy().sum()
 
-    with Loop(model=Mixes(), verify=True) as run, pytest.raises(SamplesMixError):
+    with Loop(model=Mixes()) as run, pytest.raises(SamplesMixError):
         run.backward()
+
+
+def test_the_check_of_models_cannot_be_turned_off():
+    with pytest.raises(TypeError, match="verify"):
+        private(verify=False)

@@ -1,5 +1,6 @@
 """A run that is saved, killed and resumed is the run that was not."""
 
+import copy
 import io
 import os
 import random
@@ -210,3 +211,31 @@ def test_a_loader_goes_on_within_an_epoch():
     # by itself, without an optimizer that steps, the loader counts a draw when the next is asked for
     assert begun[:1] + [batch.tolist() for batch in second] == whole
     assert [batch.tolist() for batch in DataLoader(rows, batch_size=50)] == [rows]
+
+
+def test_an_account_does_not_get_shorter():
+    """An older state over newer weights: the account would forget the steps in between (ε 0 in place of what they cost)."""
+    model, optimizer, loader = private(max_grad_norm=1.0, noise_multiplier=1.0)
+    first = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, loader)
+    middle, cost = copy.deepcopy(optimizer.state_dict()), optimizer.epsilon(1e-5, accountant="rdp")
+    train(model, optimizer, loader)
+    for state in (first, middle):
+        with pytest.raises(SamplewiseError, match="does not go on from the 8"):
+            optimizer.load_state_dict(state)
+    assert optimizer.epsilon(1e-5, accountant="rdp") > cost > 0
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # where it stands
+    assert optimizer.accountant.num_steps == 8
+
+
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+def test_a_new_process_goes_on_from_any_state(order):
+    model, optimizer, loader = private(max_grad_norm=1.0, noise_multiplier=1.0)
+    train(model, optimizer, loader)
+    saved = model.state_dict(), optimizer.state_dict()
+    again, its, _ = private(mlp().double(), max_grad_norm=1.0, noise_multiplier=1.0)
+    if order == "model first":
+        again.load_state_dict(saved[0])
+    its.load_state_dict(saved[1])
+    again.load_state_dict(saved[0])
+    assert its.accountant.history == optimizer.accountant.history

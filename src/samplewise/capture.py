@@ -17,15 +17,16 @@ from samplewise.errors import SamplewiseError, UnattributedError
 from samplewise.factors.base import Factor
 from samplewise.factors.norms import Norms
 from samplewise.factors.total import join
+from samplewise.flow.call import tensors_in
 from samplewise.intercept import Intercept
-from samplewise.losses import check_loss
+from samplewise.losses import check_loss, check_reduction
 from samplewise.marks import Marks
 from samplewise.plan import Rates
 from samplewise.planner import Planner, device_of
 from samplewise.samples import Layout, Lost, Mark, Mixed
 from samplewise.second import SecondPass
 from samplewise.sight import close_eyes, open_eyes
-from samplewise.tap import Note, Targets
+from samplewise.tap import Guard, Note, Targets
 from samplewise.watching import Watch
 from samplewise.weights import Weights
 
@@ -95,7 +96,11 @@ class Capture:
         self.notes: dict[str, list[Note]] = {}
         """How the uses of each parameter were understood."""
         self._versions: dict[str, list[tuple[Tensor, int]]] = {}
+        self.guard: Guard | None = None
+        """Who is stricter about losses than a capture must be."""
         self._scale: float | None = None
+        self._takes_each = False
+        """Whether backward starts from one loss a sample, so that there is no reduction to check."""
         self._losses: Tensor | None = None
         """What a second backward starts from."""
         self._second: SecondPass | None = None
@@ -103,6 +108,8 @@ class Capture:
         self._handles: list[Any] = []
         self._watch: Watch | None = None
         self._outermost: nn.Module | None = None
+        self._since = 0
+        """The number of autograd's first node in the present call of the model, or in the last one."""
         self._is_open = False
         self._was_entered = False
 
@@ -157,7 +164,9 @@ class Capture:
     def entered(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Hears that a module of the model is called."""
         if self._outermost is None and self._is_listening:
-            self._outermost = module
+            if self.guard is not None:
+                self.guard.met(tensors_in((args, kwargs)))
+            self._outermost, self._since = module, torch.autograd._get_sequence_nr()
             self.mark_inputs(args, kwargs)
             if self.verify and self._intercept is not None and torch.is_grad_enabled():
                 self._verify(module, args, kwargs)
@@ -168,8 +177,15 @@ class Capture:
         """Hears that a module of the model has returned."""
         if self._outermost is module and self._is_listening:
             self._outermost = None
+            if self.guard is not None:
+                self.guard.saw(self._since)
             if self._watch is not None:
                 self._watch.hear_all()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the model is being called."""
+        return self._outermost is not None
 
     @property
     def _is_listening(self) -> bool:
@@ -311,16 +327,28 @@ class Capture:
                 "sum what belongs to one sample."
             )
         self._set_scale(1.0)
-        losses.sum().backward(retain_graph=self.keep == "graph")
+        self._takes_each = True
+        try:
+            losses.sum().backward(retain_graph=self.keep == "graph")
+        finally:
+            self._takes_each = False
         if self.keep == "graph":
             self._losses = losses
 
-    def check_losses(self, losses: list[tuple[Tensor, Mark | None]]) -> None:
+    def check_losses(self, losses: list[tuple[Tensor, Mark | None]], *, is_weighted: bool) -> None:
         """Raises if a value that backward starts from is not made of separate samples, or not as `loss_reduction` says."""
         for loss, mark in losses:
             if mark is None and self.weights.is_data(loss):
                 mark = Lost("code that was not seen")
-            check_loss(mark, None if self._scale is not None else self.loss_reduction)
+            check_loss(mark, None if self._takes_each else self.loss_reduction)
+            if self._takes_each:
+                continue
+            if self.guard is None:
+                check_reduction(mark, self.loss_reduction)
+            elif torch._C._current_graph_task_id() == -1:  # not within a backward, by a checkpoint
+                self.guard.check(
+                    mark, num_samples=self.batch_size or 0, loss_reduction=self.loss_reduction, is_weighted=is_weighted
+                )
 
     def _set_scale(self, scale: float) -> None:
         if self._scale not in (None, scale):

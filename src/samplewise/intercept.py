@@ -14,7 +14,7 @@ from samplewise.backwards import follow, followed_hook
 from samplewise.flow.call import Call, tensors_in
 from samplewise.flow.handlers import moves
 from samplewise.flow.memory import key_of
-from samplewise.flow.names import ELEMENTWISE, LOSSES
+from samplewise.flow.names import ELEMENTWISE, LOSSES, SCALING
 from samplewise.flow.routing import PATTERNS, ROUTING, routes
 from samplewise.inside import Insides
 from samplewise.kinds import Kind, kind_of
@@ -23,6 +23,7 @@ from samplewise.meetings import Meetings
 from samplewise.ops.foreign import FOREIGN
 from samplewise.ops.registry import EXPANSIONS, RULES
 from samplewise.refusals import (
+    are_given,
     refuse_crossing,
     refuse_given_gradients,
     refuse_grad,
@@ -31,10 +32,10 @@ from samplewise.refusals import (
     refuse_strangers,
     refuse_transform,
 )
-from samplewise.samples import Lost, Mark
+from samplewise.samples import Lost, Mark, Mixed
 from samplewise.saving import kept_as_is
 from samplewise.sight import CustomFunction
-from samplewise.tap import Recorder
+from samplewise.tap import Guard, Recorder
 from samplewise.weights import Weight, looked_up
 
 FRESH = set("new_zeros new_ones new_full new_empty".split())
@@ -64,6 +65,12 @@ class Intercept(TorchFunctionMode):
         kind = kind_of(func)
         if kind.is_question or self.is_paused:
             return func(*args, **kwargs) if kwargs else func(*args)
+        if self.recorder.guard is not None:
+            return self._guarded(self.recorder.guard, kind, func, args, kwargs or {})
+        return self._taken(kind, func, args, kwargs)
+
+    def _taken(self, kind: Kind, func: Callable, args: tuple, kwargs: dict | None) -> Any:
+        """Runs a call as one like it was run before, or by understanding it."""
         if kind.is_alike and not (kwargs and "out" in kwargs):
             out = self.alike.run(func, args, kwargs)
             if out is not NotImplemented:
@@ -86,7 +93,8 @@ class Intercept(TorchFunctionMode):
         if weights and func is torch.autograd.grad:
             refuse_grad(weights)
         if func is torch.autograd.backward:
-            self.recorder.check_losses([(t, self.marks.get(t)) for t in tensors if t.requires_grad])
+            losses = [(t, self.marks.get(t)) for t in tensors if t.requires_grad]
+            self.recorder.check_losses(losses, is_weighted=are_given(*args[1:2], **kwargs))
             refuse_given_gradients(self.marks, *args[1:2], **kwargs)
         if not data and not weights:
             return self._constant(func, args, kwargs, tensors)
@@ -120,6 +128,24 @@ class Intercept(TorchFunctionMode):
             self.recorder.constants.set(out, True)
         return out
 
+    def _guarded(self, guard: Guard, kind: Kind, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Runs a call, and tells the guard of data that are read or scaled, and of all that is taken outside of the model."""
+        since, values = torch.autograd._get_sequence_nr(), (*args, *kwargs.values())
+        if not self.recorder.is_inside:
+            guard.met(tensors_in(values))
+        if kind.is_reading or kind.name in SCALING:
+            numbers = [float(a) for a in values if isinstance(a, int | float)]
+            for t in tensors_in(values):
+                mark = self.marks.get(t)
+                if mark is not None and kind.is_reading:
+                    guard.read(kind.name, mark, is_inside=self.recorder.is_inside)
+                elif mark is not None and t.requires_grad and numbers:
+                    guard.scaled(mark, numbers, is_inside=self.recorder.is_inside)
+        out = self._taken(kind, func, args, kwargs)
+        if isinstance(func, CustomFunction):
+            guard.saw(since)
+        return out
+
     def _simple(self, kind: Kind, func: Callable, args: tuple, kwargs: dict, look: Look, key: Any) -> Any:
         """Runs an op on data, captured parameters and known constants; NotImplemented if more must be known to understand it."""
         if look.weights:
@@ -145,6 +171,8 @@ class Intercept(TorchFunctionMode):
             if mark is not None:
                 if name in ROUTING and routes(name, t, mark, args, self.marks.get):
                     routed = True
+                    if self.recorder.guard is not None:
+                        self.recorder.guard.hid(f"{name} by integers made across samples", is_inside=self.recorder.is_inside)
                 else:
                     data.append((t, mark))
             elif (weight := self.weights.get(t)) is not None:
@@ -159,6 +187,8 @@ class Intercept(TorchFunctionMode):
         t = args[0]
         mark = self.marks.get(t) if isinstance(t, Tensor) else None
         if name == "register_hook" and mark is not None:
+            if self.recorder.guard is not None:
+                self.recorder.guard.hid("a gradient hook", is_inside=self.recorder.is_inside)
             hook = followed_hook(self, self.marks, mark, args[1] if len(args) > 1 else kwargs["hook"])
             return func(t, hook)
         if name == "register_hook" and (weight := self.weights.get(t)) is not None and weight.pull is not None:
@@ -175,6 +205,8 @@ class Intercept(TorchFunctionMode):
         if any(self.marks.get(t) is None for t in results):
             self.marking.mark(Call(name, func, args, kwargs, out, data))
         follow(self.marks, name, [a for a in args if isinstance(a, Tensor)], results)
+        if self.recorder.guard is not None and any(isinstance(self.marks.get(t), Mixed) for t in results):
+            self.recorder.guard.hid(f"a sum over samples by {name}", is_inside=self.recorder.is_inside)
         return out
 
     def _constant(self, func: Callable, args: tuple, kwargs: dict, tensors: list[Tensor]) -> Any:

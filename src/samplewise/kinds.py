@@ -4,6 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
+from torch import Tensor
+
 from samplewise.flow.call import is_in_place, op_name
 from samplewise.flow.handlers import flows_by_shapes
 from samplewise.inside import ENGINE, without_override
@@ -21,6 +24,14 @@ FOLLOWED = {"register_hook", "deepcopy", "as_subclass"}
 """Those after which something of the samples must be kept track of."""
 
 
+READING = {
+    Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__bool__, Tensor.__int__, Tensor.__float__,
+    Tensor.__index__, Tensor.__complex__, Tensor.__contains__, Tensor.is_nonzero, Tensor.equal, Tensor.allclose,
+    torch.is_nonzero, torch.equal, torch.allclose,
+}  # fmt: skip
+"""Functions that give values of a tensor to Python."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """What a function is."""
@@ -31,6 +42,8 @@ class Kind:
     """Whether it is in OPAQUE."""
     is_question: bool
     """Whether it is opaque and needs no thought at all."""
+    is_reading: bool
+    """Whether it is in READING."""
     has_inside: bool
     """Whether it is a function of torch written in Python, which is looked into."""
     is_alike: bool
@@ -42,7 +55,8 @@ def kind_of(func: Callable) -> Kind:
     """What the function is."""
     name = op_name(func)
     is_opaque = name in OPAQUE and func not in ENGINE
-    is_question = is_opaque and name not in FOLLOWED
+    is_reading = func in READING
+    is_question = is_opaque and name not in FOLLOWED and not is_reading
     has_inside = without_override(func) is not None and func not in ENGINE
     is_alike = not is_opaque and (has_inside or (flows_by_shapes(name) and not is_in_place(func)))
-    return Kind(name, is_opaque, is_question, has_inside, is_alike)
+    return Kind(name, is_opaque, is_question, is_reading, has_inside, is_alike)

@@ -12,7 +12,7 @@ LossFn = Callable[..., Tensor]
 
 
 def check_loss(mark: Mark | None, loss_reduction: str | None) -> None:
-    """Raises if a loss with this mark mixes samples, or is certainly not the reduction that it is said to be."""
+    """Raises if a loss with this mark mixes samples, or is a mean that does not weigh them alike."""
     if isinstance(mark, Lost):
         raise UnattributedError(
             f"the loss was made by {mark.op}, of which it is not known whether it keeps samples apart. Compute one loss a "
@@ -30,7 +30,11 @@ def check_loss(mark: Mark | None, loss_reduction: str | None) -> None:
             f'loss_reduction="mean", but the mean made by {mark.op} does not weigh all samples alike (ignored targets, class '
             "weights or rows of unequal number). Give one loss a sample to grads.backward(losses)."
         )
-    if loss_reduction is not None and mark.reduction not in (None, loss_reduction):
+
+
+def check_reduction(mark: Mark | None, loss_reduction: str) -> None:
+    """Raises if a loss with this mark is certainly not the reduction that it is said to be."""
+    if isinstance(mark, Mixed) and mark.reduction not in (None, loss_reduction):
         raise SamplewiseError(
             f'the loss is a {mark.reduction} over the samples, but loss_reduction="{loss_reduction}". '
             f'Say capture(model, loss_reduction="{mark.reduction}"), or give one loss a sample to grads.backward(losses).'

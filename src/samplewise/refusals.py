@@ -76,6 +76,11 @@ def refuse_crossing(recorder: Recorder, name: str, tensors: list[Tensor], data: 
                 )
 
 
+def are_given(grad_tensors: Any = None, **_: Any) -> bool:
+    """Whether backward was given gradients to start with."""
+    return any(t is not None for t in tree_leaves(grad_tensors))
+
+
 def refuse_given_gradients(marks: Marks[Mark], grad_tensors: Any = None, **_: Any) -> None:
     for t in tree_leaves(grad_tensors):
         mark = marks.get(t) if isinstance(t, Tensor) else None

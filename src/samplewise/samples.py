@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,6 +131,17 @@ class Mixed:
     reduction: str | None = None
     """"sum" or "mean" where it is certain that it is just that over the samples."""
     num_samples: int | None = None
+    terms: "frozenset[Term] | None" = None
+    """What it is a sum of; None where that is not known."""
+
+
+class Term(NamedTuple):
+    """A number times the sum, or the mean, of the samples' values."""
+
+    reduction: str
+    factor: float = 1.0
+    num_elements: int = 1
+    """How many elements were summed."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import handle_torch_function
 
 from samplewise.errors import SamplewiseError
@@ -42,10 +44,22 @@ def _seen_apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -
             "the step cannot be compiled: checkpoint(..., use_reentrant=True) calls backward inside of backward, where a graph has "
             "no place for it. Use use_reentrant=False, or take the step op by op: per_sample_step(..., compile=False)."
         )
-    ours = cls.__module__.partition(".")[0] in ("torch", "samplewise")  # checkpoints, hooks, taps
-    if ours or not torch._C._is_torch_function_mode_enabled() or torch._C._are_functorch_transforms_active():
+    if not torch._C._is_torch_function_mode_enabled() or torch._C._are_functorch_transforms_active() or _is_ours(cls):
         return _apply.__get__(None, cls)(*args, **kwargs)
     return handle_torch_function(CustomFunction(cls), (), *args, **kwargs)  # type: ignore[arg-type]
+
+
+def _is_ours(cls: type[torch.autograd.Function]) -> bool:
+    """Whether it is one of torch's Functions or of these: checkpoints, hooks, taps."""
+    return cls.__module__.partition(".")[0] in ("torch", "samplewise")
+
+
+def function_of(t: Tensor) -> tuple[str, int] | None:
+    """The name of somebody's Function that gave this tensor, and the number of its node in autograd's count; None if none did."""
+    node = t.grad_fn
+    if not isinstance(node, BackwardCFunction) or _is_ours(node._forward_cls):  # type: ignore[attr-defined]
+        return None
+    return node._forward_cls.__name__, node._sequence_nr()  # type: ignore[attr-defined]
 
 
 def open_eyes() -> None:

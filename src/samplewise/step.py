@@ -55,12 +55,28 @@ def per_sample_step(
     `memory`, `batch_dim`, `verify`, `plan`, `params`: as in `capture`; a compiled step gives other parameters no gradient.
     """
 
+    options = {"memory": memory, "loss_reduction": loss_reduction, "batch_dim": batch_dim, "verify": verify, "plan": plan}
+    return step_with(lambda grads: None, model, loss_fn, query, compile=compile, params=params, **options)
+
+
+def step_with(
+    opened: Callable[[Grads], None],
+    model: nn.Module,
+    loss_fn: LossFn,
+    query: Callable[[Grads], Any],
+    *,
+    compile: bool,
+    params: Iterable[str] | None,
+    plan: Mapping[str, str] | None = None,
+    verify: bool = True,
+    **options: Any,
+) -> Callable[..., StepResult]:
+    """As `per_sample_step`, whose options these are; `opened` is told of the capture of each step before anything runs."""
     names = None if params is None else list(params)
 
     def run(batch: tuple, record: Record, *, verify: bool) -> StepResult:
-        pins = {**(plan or {}), **record.routes}
-        options: Any = {"memory": memory, "loss_reduction": loss_reduction, "batch_dim": batch_dim, "plan": pins}
-        with capture(model, verify=verify, params=names, **options) as grads:
+        with capture(model, verify=verify, params=names, plan={**(plan or {}), **record.routes}, **options) as grads:
+            opened(grads)
             _mark(grads, batch)
             loss = loss_fn(model, *batch)
             if loss.ndim:
@@ -73,7 +89,7 @@ def per_sample_step(
 
     if not compile:
         return lambda *batch: run(batch, Record(), verify=verify)
-    return Compiled(model, run, (loss_fn, query), batch_dim=batch_dim, verify=verify)
+    return Compiled(model, run, (loss_fn, query), batch_dim=options.get("batch_dim", 0), verify=verify)
 
 
 def _mark(grads: Grads, batch: tuple) -> None:

@@ -18,6 +18,7 @@ DROPOUT = set("dropout alpha_dropout feature_dropout feature_alpha_dropout nativ
 NOISE = {
     "rand": 0.5, "rand_like": 0.5, "randn": 0.0, "randn_like": 0.0, "normal": 0.0, "bernoulli": 1.0, "uniform": 0.5,
     "exponential": 1.0, "geometric": 1.0, "cauchy": 0.0, "log_normal": 1.0, "randint": 0, "randint_like": 0, "random": 0,
+    "poisson": 1.0, "binomial": 1.0,
 }  # fmt: skip
 """What a random number is replaced by, so that it does not depend on how many are drawn."""
 
@@ -60,17 +61,17 @@ class Still(TorchFunctionMode):
 
 
 @contextmanager
-def same_randomness(module: nn.Module) -> Iterator[None]:
+def same_randomness(module: nn.Module, *, seed: int = 0) -> Iterator[None]:
     """Random state of torch, Python and NumPy fixed inside, and put back afterwards."""
     devices = sorted({p.device.index or 0 for p in module.parameters() if p.is_cuda})
     numpy = sys.modules.get("numpy")
     state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
     try:
         with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(0)
-            random.seed(0)
+            torch.manual_seed(seed)
+            random.seed(seed)
             if numpy:
-                numpy.random.seed(0)
+                numpy.random.seed(seed)
             yield
     finally:
         random.setstate(state)

@@ -34,6 +34,28 @@ note_of = lru_cache(maxsize=1024)(Note)
 """The Note of these, one object for all uses alike."""
 
 
+class Guard(Protocol):
+    """Hears what code does with a batch that its marks do not tell, and says whether a loss is to be believed."""
+
+    def read(self, name: str, mark: Mark, *, is_inside: bool) -> None:
+        """The function gave values with this mark to Python, inside of the model or in the code around it."""
+
+    def scaled(self, mark: Mark, numbers: list[float], *, is_inside: bool) -> None:
+        """Values with this mark that need a gradient were multiplied with or divided by these numbers."""
+
+    def hid(self, what: str, *, is_inside: bool) -> None:
+        """Something took part, `what` in words, by which samples may count for something that marks do not tell."""
+
+    def saw(self, since: int) -> None:
+        """All nodes of autograd from this number on were made in sight."""
+
+    def met(self, tensors: list[Tensor]) -> None:
+        """An op outside of the model, or the model itself, takes these."""
+
+    def check(self, mark: Mark | None, *, num_samples: int, loss_reduction: str, is_weighted: bool) -> None:
+        """Raises if backward is not to start from a loss with this mark; `is_weighted` if it is given a gradient."""
+
+
 class Recorder(Protocol):
     """What receives the factors, as `capture.Capture` does."""
 
@@ -47,10 +69,16 @@ class Recorder(Protocol):
     anchor: Tensor
     """A leaf that every tap and gate hangs on, so that results need a gradient although the weights under them do not."""
     anchor_node: Any
+    guard: Guard | None
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the model is being called."""
+        ...
 
     def deliver(self, targets: Targets, factor: Factor) -> None: ...
     def note(self, targets: Targets, use: Note) -> None: ...
-    def check_losses(self, losses: list[tuple[Tensor, Mark | None]]) -> None: ...
+    def check_losses(self, losses: list[tuple[Tensor, Mark | None]], *, is_weighted: bool) -> None: ...
 
 
 class Tap(torch.autograd.Function):

@@ -4,7 +4,7 @@ import importlib
 import logging
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 ACCOUNTANTS = ("pld", "rdp")
@@ -90,21 +90,51 @@ def noise_multiplier_for(
     def cost(z: float) -> float:
         return epsilon([Steps(z, sample_rate, steps)], delta=target_delta, accountant=accountant)
 
-    high = 1.0
-    while cost(high) > target_epsilon:
-        high *= 2
+    high, ratio = 1.0, 2.0
+    if accountant == "pld":  # whose cost is slow to compute, and a little below that of "rdp"
+        wanted: Any = {
+            "target_epsilon": target_epsilon,
+            "target_delta": target_delta,
+            "sample_rate": sample_rate,
+            "steps": steps,
+        }
+        with suppress(ValueError):  # targets so small that Rényi orders do not reach them
+            high, ratio = noise_multiplier_for(**wanted, accountant="rdp", tolerance=1e-2), 1.2
+    costs = {high: cost(high)}
+    while costs[high] > target_epsilon:
+        high *= ratio
         if high > 1e6:
             raise ValueError(
                 f"no noise multiplier below 1e6 brings {steps} steps at rate {sample_rate} to epsilon {target_epsilon}, "
                 f"delta {target_delta}. Ask for fewer steps, a smaller batch or more epsilon."
             )
-    low = high / 2
-    while low > 1e-2 and cost(low) <= target_epsilon:
-        high, low = low, low / 2
+        costs[high] = cost(high)
+    low = high / ratio
+    while low > 1e-2:
+        costs[low] = costs[low] if low in costs else cost(low)
+        if costs[low] > target_epsilon:
+            break
+        ratio = min(2.0, ratio**2)
+        high, low = low, low / ratio
     while high - low > tolerance * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if cost(middle) <= target_epsilon else (middle, high)
+        z = _between((low, costs.get(low, math.inf)), (high, costs[high]), target_epsilon, tolerance)
+        costs[z] = cost(z)
+        low, high = (low, z) if costs[z] <= target_epsilon else (z, high)
     return high
+
+
+def _between(low: tuple[float, float], high: tuple[float, float], target: float, tolerance: float) -> float:
+    """Where to look next for the z that costs the target: a little off a straight line through the logarithms of two (z, cost).
+
+    Above it, unless that is next to `high` already: then below, so that the two close in from both sides.
+    """
+    (z_low, c_low), (z_high, c_high) = low, high
+    if not (math.isfinite(c_low) and c_high > 0) or z_low <= 0:
+        return (z_low + z_high) / 2
+    share = math.log(c_low / target) / math.log(c_low / c_high)
+    z = z_low * (z_high / z_low) ** share
+    z = z * (1 + tolerance / 4) if z < z_high * (1 - tolerance) else z_high * (1 - 0.9 * tolerance)
+    return z if z_low < z < z_high else (z_low + z_high) / 2
 
 
 class Accountant:
@@ -127,6 +157,23 @@ class Accountant:
         if self.history and self.history[-1][:2] == steps[:2]:
             steps = steps._replace(num=self.history.pop().num + num)
         self.history.append(steps)
+
+    def goes_on_from(self, earlier: "Accountant") -> bool:
+        """Whether the history begins with that of another.
+
+        >>> Accountant([(1.0, 0.1, 5)]).goes_on_from(Accountant([(1.0, 0.1, 3)]))
+        True
+        """
+        num, later = len(earlier.history), self.history
+        if num == 0:
+            return True
+        *same, last = earlier.history
+        return (
+            same == later[: num - 1]
+            and len(later) >= num
+            and last[:2] == later[num - 1][:2]
+            and last.num <= later[num - 1].num
+        )
 
     @property
     def num_steps(self) -> int:

@@ -1,17 +1,13 @@
 """Sums of per-sample gradients in which no sample counts for more than a bound."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from samplewise.choice import Groups, grouped
-from samplewise.errors import SamplewiseError
-from samplewise.factors.base import Factor
-from samplewise.factors.pullback import Pullback
-from samplewise.factors.total import Total
 from samplewise.parameter import kept
 from samplewise.queries import Grads
 
@@ -104,13 +100,12 @@ def clipped(grads: Grads, bounds: Mapping[str, Bound], *, groups: Groups | None 
     | norm above 1e19 in float32 (its square overflows), inf, NaN, in any group | 0, in all groups |
     | NaN in another sample | what it would without |
     | none (batch of 0) | sums of 0 |
-    | half precision, weight computed from parameters in half precision | refused: its sum would be rounded before the noise |
+    | half precision, also on the way from a weight to its parameter | its own gradient rounded; the sum is not |
     """
     names_of = {WHOLE: list(grads)} if groups is None else grouped(grads._aliases, groups)
     B = grads.batch_size or 0
     if not len(grads) or B == 0:
         return Clipped({}, B, torch.zeros(B, dtype=torch.bool))
-    _refuse_rounded_sums(grads)
     norms = {WHOLE: grads.norms()} if groups is None else grads.norms(groups=groups)
     margin = _margin(grads)
     weights = {g: clip_weights(n, bounds[g], eps=eps, margin=margin) for g, n in norms.items()}
@@ -134,22 +129,3 @@ def _margin(grads: Grads) -> float:
 
 def _rounds_products() -> bool:
     return bool(torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
-
-
-def _refuse_rounded_sums(grads: Grads) -> None:
-    for name in grads:
-        for part in _parts(grads._joined(name)):
-            if isinstance(part, Pullback) and (part.dtype in HALF or part.parameter.dtype in HALF):
-                raise SamplewiseError(
-                    f"parameter {name!r} takes part through a weight computed in {part.dtype} from {part.parameter.dtype} (a merge, a "
-                    "norm, a parametrization), where gradients of all samples are summed and rounded before noise is added: a sample "
-                    "could change them by more than the bound. Keep such parameters in float32."
-                )
-
-
-def _parts(factor: Factor) -> Iterator[Factor]:
-    if isinstance(factor, Total):
-        for part in factor.parts:
-            yield from _parts(part)
-    else:
-        yield factor

@@ -195,8 +195,15 @@ class Privacy:
                 f"the saved run was started with {'; '.join(differing)}. Start with the same, load, and change it then "
                 "(optimizer.noise_multiplier = ...): the account keeps both."
             )
+        saved = Accountant(state["history"])
+        if not saved.goes_on_from(self.accountant):
+            raise SamplewiseError(
+                f"the state has an account of {saved.num_steps} steps, and does not go on from the {self.accountant.num_steps} that "
+                "were taken here: what those have cost would be forgotten, while the weights, or what was seen of them, have it. "
+                "Go on from an earlier state in a new process, or with a model and an optimizer made anew."
+            )
         self.loader.load_state_dict(state["loader"])
-        self.accountant = Accountant(state["history"])
+        self.accountant = saved
         self.noise.load_state_dict(state["noise"])
         self.noise_multiplier, self.max_grad_norm = state["noise_multiplier"], state["max_grad_norm"]
         self.session.drop()

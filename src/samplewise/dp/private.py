@@ -23,8 +23,9 @@ from samplewise.errors import SamplewiseError
 from samplewise.losses import LossFn
 
 CLIPPING = {"flat": None, "per_layer": None, "automatic": Automatic(), "adaptive": Adaptive()}
-OPTIONS = {"batch_dim", "verify", "memory", "plan", "rates"}
-"""Of `capture`, which decide how gradients are taken and not which."""
+OPTIONS = {"batch_dim", "memory", "plan", "rates"}
+"""Of `capture`, which decide how gradients are taken and not which. `verify` is none: it stands between privacy and models whose
+samples mix through Python numbers."""
 
 
 def make_private(
@@ -82,7 +83,7 @@ def make_private(
     `accountant`: "pld" or "rdp", for the target. `secure`: see `Noise`. `seed`: for tests, determines draws and noise.
     `loss_fn`: (model, *batch) → the loss of the batch as `loss_reduction` says, or one loss a sample; `optimizer.step_on(*batch)`
     then stands for model, backward and step, and with `compile` is one compiled graph but for noise and step.
-    `options`: batch_dim, verify, memory, plan and rates of `capture`.
+    `options`: batch_dim, memory, plan and rates of `capture`.
 
     >>> model = nn.Linear(4, 2)
     >>> data = torch.utils.data.TensorDataset(torch.randn(100, 4), torch.randint(2, (100,)))

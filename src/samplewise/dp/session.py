@@ -13,8 +13,10 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 from torch.utils._pytree import tree_leaves
 
 from samplewise.choice import Groups
+from samplewise.dp.buffers import Buffers
 from samplewise.dp.clipping import Bound, Clipped, clipped
 from samplewise.dp.loader import Part
+from samplewise.dp.losses import Scales, Strict
 from samplewise.errors import SamplewiseError
 from samplewise.opening import capture
 from samplewise.queries import Grads
@@ -46,6 +48,9 @@ class Session:
         self.draw: int | None = None
         """The draw that the sums are of."""
         self._trainable: frozenset[str] = frozenset()
+        self._scales = Scales()
+        self._buffers: Buffers | None = None
+        """Those of the model when the batch was handed out."""
         self._thread = 0
         self._handles: list[Any] = []
 
@@ -76,7 +81,7 @@ class Session:
                 "counted in another step. Call optimizer.step() for every batch."
             )
         self._is_behind = self._is_behind or self.part is not None
-        self.part = part
+        self.part, self._buffers = part, Buffers(self.model)
         self._tensors = [weakref.ref(t) for t in tree_leaves(batch) if isinstance(t, Tensor)]
 
     def ended(self) -> None:
@@ -104,12 +109,17 @@ class Session:
         self._thread = threading.get_ident()
         self.grads = grads.__enter__()
         self._handles = [module.register_forward_hook(self._left, always_call=True)]
+        self.guard(grads)
         self._mark(grads)
         try:
             self.grads.entered(module, args, kwargs)
         except BaseException:
             self._close()
             raise
+
+    def guard(self, grads: Grads) -> None:
+        """Lets losses be looked at as privacy needs it."""
+        grads.guard = Strict(self._scales)
 
     def _mark(self, grads: Grads) -> None:
         """Labels are of the samples too: a loss that mixes them is seen, as one divided by how many of them count."""
@@ -185,12 +195,14 @@ class Session:
                 "a step that moved the parameters."
             )
         self._trainable = self.trainable()
-        grads, whole = self._close(), self._whole
-        if whole is not None:
-            self._add(whole)
-        elif grads is not None and part.num_samples:
-            self._add(clipped_of(self.model, grads, bounds, groups, eps))
-        self._whole = None
+        grads, found = self._close(), self._whole
+        if found is None and grads is not None and part.num_samples:
+            found = clipped_of(self.model, grads, bounds, groups, eps)
+        assert self._buffers is not None
+        self._buffers.refuse_changes(self.model)
+        if found is not None:
+            self._add(found)
+        self._whole = self._buffers = None
         self.draw, self.part = part.draw, None
         return part.is_last
 

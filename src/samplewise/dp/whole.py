@@ -9,12 +9,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from samplewise.choice import Groups
+from samplewise.dp.alone import refuse_dependence
 from samplewise.dp.clipping import Clipped
 from samplewise.dp.session import Session, clipped_of
 from samplewise.errors import SamplewiseError
 from samplewise.losses import LossFn
 from samplewise.queries import Grads
-from samplewise.step import StepResult, per_sample_step
+from samplewise.step import StepResult, step_with
 
 
 class Whole:
@@ -25,6 +26,7 @@ class Whole:
     | | |
     |-|-|
     | several rows of one sample (users, views) | refused |
+    | a loss that gives samples something else when one is taken out | refused, by trying it on the first batch |
     | a sample that is not finite, norms that cancelled | the batch is taken op by op |
     """
 
@@ -43,6 +45,7 @@ class Whole:
         self._bounds: dict[str, Tensor] = {}
         self._step: Callable[..., StepResult] | None = None
         self._trainable: frozenset[str] = frozenset()
+        self._is_tried = False
 
     def __call__(self, bounds: Mapping[str, float], batch: tuple) -> tuple[Tensor, Clipped]:
         part = self._session.part
@@ -61,6 +64,10 @@ class Whole:
             )
         if self._step is None or self._session.trainable() != self._trainable or bounds.keys() != self._bounds.keys():
             self._make_step(bounds)
+        if not self._is_tried and part.num_samples > 1:
+            params = [escape(name) for name in sorted(self._trainable)]
+            refuse_dependence(self._session.model, self._loss_fn, batch, params, self._options)
+            self._is_tried = True
         for group, bound in bounds.items():
             self._bounds[group].fill_(bound)
         assert self._step is not None
@@ -82,5 +89,8 @@ class Whole:
             result = clipped_of(model, grads, tensors, groups, eps)
             return result.sums, result.is_below
 
+        self._is_tried = False
         params = [escape(name) for name in sorted(self._trainable)]
-        self._step = per_sample_step(model, self._loss_fn, query, compile=self._compile, params=params, **self._options)
+        self._step = step_with(
+            session.guard, model, self._loss_fn, query, compile=self._compile, params=params, **self._options
+        )

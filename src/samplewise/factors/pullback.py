@@ -7,6 +7,7 @@ from torch.autograd.graph import GradientEdge
 
 from samplewise.factors.base import Factor
 from samplewise.plan import Use
+from samplewise.precision import HALF
 
 
 class Pullback(Factor):
@@ -47,7 +48,12 @@ class Pullback(Factor):
         return self.parameter.is_complex()
 
     def weighted_sum(self, w_B: Tensor, *, rounded: bool = False) -> Tensor:
-        """Jᵀ is linear, so the weighted sum is taken first and pulled back once."""
+        """Jᵀ is linear, so the weighted sum is taken first and pulled back once.
+
+        Where Jᵀ rounds to half precision it is pulled back sample by sample: a rounded sum of 2,048 ones and one more is 2,064.
+        """
+        if not rounded and self._rounds():
+            return super().weighted_sum(w_B)
         return self._vjp(self.derived.weighted_sum(w_B, rounded=rounded).to(self.dtype), batched=False)
 
     def joined(self, other: Factor) -> "Pullback | None":
@@ -55,6 +61,19 @@ class Pullback(Factor):
             return None
         inner = self.derived.joined(other.derived)
         return None if inner is None else Pullback(inner, self.edge, self.parameter, self.dtype)
+
+    def _rounds(self) -> bool:
+        """Whether a gradient passes half precision on its way to the parameter."""
+        seen, stack = set(), [self.edge.node]
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if any(value.dtype in HALF for value in node._input_metadata):  # type: ignore[attr-defined]
+                return True
+            stack += [following for following, _ in node.next_functions if following is not None]
+        return False
 
     def _vjp(self, cotangent: Tensor, *, batched: bool) -> Tensor:
         def pull(c: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from samplewise.flow.names import ADDING
 from samplewise.fold import NO_SAMPLE
-from samplewise.samples import Layout, Mark, Mixed
+from samplewise.samples import Layout, Mark, Mixed, Term
 from samplewise.sight import CustomFunction
 from samplewise.tracing import untraced
 
@@ -152,6 +152,12 @@ def compressed(ids: Tensor) -> Tensor:
     return ids
 
 
+def reduced(call: Call, reduction: str | None, *, even: bool, num_elements: int = 1) -> Mixed:
+    """The mark of a sum or mean over all samples; None if it is not known which."""
+    terms = None if reduction is None else frozenset([Term(reduction, num_elements=num_elements)])
+    return call.mixed(linear=True, even=even, reduction=reduction, terms=terms)
+
+
 def elementwise(call: Call) -> Mark:
     """Elements at the same place meet, once broadcasting has lined the tensors up."""
     tensor, layout = call.subject
@@ -160,5 +166,6 @@ def elementwise(call: Call) -> Mark:
         return layout
     met = broadcast_met(call, ndim)
     if isinstance(met, Mixed) and call.name in ADDING:
-        return replace(met, linear=True)  # samples added up one by one
+        terms = frozenset([Term("sum")]) if ndim == 0 and "alpha" not in call.kwargs else None
+        return replace(met, linear=True, terms=terms)  # samples added up one by one
     return met

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from samplewise.flow.call import Call, compressed, elementwise, merged
+from samplewise.flow.call import Call, compressed, elementwise, merged, reduced
 from samplewise.samples import Layout, Lost, Mark
 
 
@@ -16,8 +16,9 @@ def reduction(call: Call) -> Mark:
     if any(layout.ids.shape[d] != 1 for d in dims):
         if call.name not in ("sum", "mean"):
             return call.mixed(linear=call.name == "nansum")
-        whole = all(d in dims for d in layout.dims)
-        return call.mixed(linear=True, even=layout.is_even, reduction=call.name if whole else None)
+        if not all(d in dims for d in layout.dims):
+            return call.mixed(linear=True, even=layout.is_even)
+        return reduced(call, call.name, even=layout.is_even, num_elements=tensor.numel() // max(1, call.out.numel()))
     keep = [d for d in range(tensor.ndim) if d not in dims]
     ids = layout.ids if call.out.ndim == tensor.ndim else layout.ids.reshape([layout.ids.shape[d] for d in keep])
     return call.layout(ids)

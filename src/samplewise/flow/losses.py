@@ -1,8 +1,9 @@
 """Losses: rows of predictions and targets meet, and their terms are kept apart or summed up over all samples."""
 
+import torch
 from torch import Tensor
 
-from samplewise.flow.call import Call, broadcast_met, merged
+from samplewise.flow.call import Call, broadcast_met, merged, reduced
 from samplewise.samples import Layout, Lost, Mark
 from samplewise.tracing import occurs
 
@@ -21,7 +22,8 @@ def loss(call: Call) -> Mark:
     if call.name in COMPARING and ndim - 1 in met.dims:
         return call.mixed()
     if call.out.ndim == 0 and ndim > 0:
-        return call.mixed(linear=True, even=met.is_even, reduction=_given_reduction(call))
+        shape = torch.broadcast_shapes(*(t.shape for t, _ in call.marks))
+        return reduced(call, _given_reduction(call), even=met.is_even, num_elements=shape.numel())
     if call.out.ndim == ndim - 1 and ndim - 1 not in met.dims:
         return call.layout(met.ids.squeeze(-1))
     return met if call.out.ndim == ndim else call.mixed()
@@ -57,7 +59,7 @@ def class_loss(call: Call) -> Mark:
     if call.out.ndim == 0 and tensor.ndim > 1:
         mean = call.arg(3, "reduction", 1) == 1
         even = met.is_even if not mean else weight is None and _counts_evenly(call, target, met)
-        return call.mixed(linear=True, even=even, reduction="mean" if mean else "sum")
+        return reduced(call, "mean" if mean else "sum", even=even, num_elements=tensor.numel() // tensor.shape[class_dim])
     return met
 
 
@@ -85,7 +87,7 @@ def ctc(call: Call) -> Mark:
     reduction = call.arg(5, "reduction", 1)
     if reduction == 0:
         return call.layout(layout.ids.flatten())
-    return call.mixed(linear=True, even=reduction == 2, reduction="sum" if reduction == 2 else "mean")
+    return reduced(call, "sum" if reduction == 2 else "mean", even=reduction == 2)
 
 
 def compared(call: Call) -> Mark:

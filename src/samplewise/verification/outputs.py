@@ -85,6 +85,7 @@ def backward_from(outputs: list[Output | Loss | None], grads: Grads) -> None:
     if terms:
         total = reduce(torch.add, terms)
         grads._set_scale(1.0)
+        grads._takes_each = True
         with gradients_put_back(grads.model):
             (total.real if total.is_complex() else total).backward()
 

@@ -1,0 +1,75 @@
+"""Whether a loss gives samples the same when another one is taken out: tried once, where the loss can be run again."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from samplewise.errors import SamplesMixError, SamplewiseError
+from samplewise.losses import LossFn
+from samplewise.step import per_sample_step
+from samplewise.still import Still, attributes_put_back, same_randomness
+from samplewise.verification.alone import gradients_put_back
+from samplewise.verification.comparing import tolerance
+
+NUM_AGAIN = 3
+"""How often a batch is run again to see whether it is random: a toss of a coin may fall alike for all samples, once."""
+
+
+def refuse_dependence(
+    model: nn.Module, loss_fn: LossFn, batch: tuple, params: Iterable[str], options: dict[str, Any]
+) -> None:
+    """Raises if the norms of the samples' gradients are others without the first sample of the batch.
+
+    ‖G[b]‖ of the batch = ‖G[b - 1]‖ of the batch without sample 0, for b = 1 ... B - 1
+
+    So is seen what marks cannot tell: a scale that is computed from the size of the batch, weights by a sample's place in it. A batch
+    of strings cannot be cut, and is taken as it is.
+
+    | random numbers | |
+    |-|-|
+    | torch's (rand, randn, randint, bernoulli, dropout ...) | held still |
+    | Python's and NumPy's, one for the batch | the same in both runs |
+    | Python's and NumPy's drawn row by row, or of a generator of their own; torch's gamma, beta | refused: not comparable |
+    """
+    dim = options.get("batch_dim", 0)
+    if any(not isinstance(leaf, Tensor | int | float | None) for leaf in tree_leaves(batch)):
+        return
+    fewer = tree_map_only(Tensor, lambda t: t.narrow(dim, 1, t.shape[dim] - 1) if t.ndim > dim else t, batch)
+    step = per_sample_step(model, loss_fn, lambda grads: grads.norms(), params=params, verify=False, **options)
+    allowed = max(tolerance(p.dtype) for p in model.parameters())
+
+    def norms(rows: tuple, seed: int) -> Tensor:
+        random = same_randomness(model, seed=seed)
+        with attributes_put_back(model), gradients_put_back(model), Still(), torch.enable_grad(), random:
+            return step(*rows).answer.double()
+
+    whole, alone = norms(batch, 0)[1:], norms(fewer, 0)
+    b = _first_off(whole, alone, allowed)
+    if b is None:
+        return
+    for seed in range(1, 1 + NUM_AGAIN):
+        again = norms(batch, seed)[1:]
+        k = _first_off(whole, again, allowed)
+        if k is not None:
+            raise SamplewiseError(
+                f"the gradient of sample {k + 1} of the batch has norm {whole[k]:.6g}, and {again[k]:.6g} when the same batch is run "
+                "again: loss_fn draws random numbers that cannot be held still (Python's or NumPy's by rows or of a generator of "
+                "their own, torch's gamma), so that it cannot be tried whether what it gives a sample depends on the others. Draw "
+                "them by torch.rand, randn, randint, bernoulli or dropout, or in the data set; or write the loop with backward and "
+                "step(), where this is not tried."
+            )
+    raise SamplesMixError(
+        f"the gradient of sample {b + 1} of the batch has norm {whole[b]:.6g}, and {alone[b]:.6g} when sample 0 is taken out: "
+        "what loss_fn gives a sample depends on the others, on their number or on its place among them. Give each sample a loss "
+        "of its own, and take torch's mean or sum."
+    )
+
+
+def _first_off(norms_B: Tensor, others_B: Tensor, allowed: float) -> int | None:
+    """The first sample whose norm is another; None if there is none. Those that are not finite are not compared."""
+    off = (norms_B - others_B).abs() > allowed * (torch.maximum(norms_B, others_B) + 0.01 * norms_B.max())
+    off &= norms_B.isfinite() & others_B.isfinite()
+    return int(off.nonzero()[0]) if bool(off.any()) else None
