@@ -4,13 +4,14 @@ python benchmarks/gpu.py --out DIR                    everything; adds to DIR/gp
 python benchmarks/gpu.py --rows llama --dtypes bf16 --methods plain samplewise --budget 500
 python benchmarks/gpu.py --tiny --out DIR             tiny models on the CPU, to try the way
 
-Each method runs in a process of its own. The processes of a row get ready together (imports, checks, compilation, warming up);
-when all are ready or have failed, one after the other is told to go and is timed while all others wait. What stands in the JSON
-already is not measured again, so that several runs on one machine make one table.
+Each method runs in a process of its own. Several get ready side by side (imports, checks, compilation, warming up); one that is
+ready is timed at once, while all others are stopped. What stands in the JSON already is not measured again, so that several runs on
+one machine make one table.
 """
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -47,21 +48,11 @@ def main() -> None:
     run = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} {driver}".strip()
     units = [(row, dtype) for dtype in options.dtypes for row in options.rows]
     units = [unit for unit in units if any((*unit, method) not in results.facts for method in options.methods)]
-    longest = 0.0
+    jobs = [Job(*unit, method) for unit in units for method in (TRUTH, *options.methods)]
+    jobs.sort(key=lambda job: (units.index(job.key[:2]), job.first))
     with tempfile.TemporaryDirectory() as folder:
-        for k in range(0, len(units), options.together):
-            begin = time.monotonic()
-            if until - begin < longest:
-                print(f"too little is left of {options.budget:.0f} s for more; call again for the rest")
-                break
-            jobs = [Job(*unit, method) for unit in units[k : k + options.together] for method in (TRUTH, *options.methods)]
-            again = report(measure(jobs, options, Path(folder), until), results, run)
-            for job in again:
-                report(measure([job], options, Path(folder), until), results, run)
-            for truth in Path(folder).glob("*.truth"):
-                truth.unlink()
-            longest = max(longest, time.monotonic() - begin)
-            print(f"{time.monotonic() - begin:.0f} s for these", flush=True)
+        for job in report(measure(jobs, options, Path(folder), until), results, run):
+            report(measure([job], options, Path(folder), until), results, run)
     print(results.path.with_suffix(".md").read_text())
 
 
@@ -90,7 +81,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=2.0, help="how long a method is timed")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds until a process counts as too slow")
     parser.add_argument("--budget", type=float, default=36000.0, help="seconds for the whole call")
-    parser.add_argument("--together", type=int, default=2, help="rows that get ready at the same time")
+    parser.add_argument(
+        "--slots", type=int, default=3 * (os.cpu_count() or 1) // 2, help="processes that get ready side by side"
+    )
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--commit", help="what the results are of, where there is no repository to ask")
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU")

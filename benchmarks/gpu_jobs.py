@@ -1,4 +1,4 @@
-"""Worker processes that get ready together, as far as the device's memory goes, and are then timed one at a time."""
+"""Worker processes that get ready side by side, as far as the device's memory goes, and are timed while all others are stopped."""
 
 import argparse
 import contextlib
@@ -23,8 +23,9 @@ HERE = Path(__file__).parent
 DEVICE_GIB = 125
 IDLE_GIB = 0.7
 """A process's context, and what it holds while it waits is reckoned as an eighth of what it took to warm up."""
-SECONDS_A_TURN = 5
-"""Kept of the budget for each process that is to be timed."""
+SECONDS_TO_SETTLE = 0.3
+"""What a device has queued of processes that were stopped is done by then."""
+DONE = ("timed", "failed", "out of time")
 
 
 @dataclass
@@ -49,7 +50,7 @@ class Job:
 
     @property
     def first(self) -> int:
-        """The order of warming up: the truth, which others wait for, then what must be compiled."""
+        """The order of a row's jobs: the truth, which others wait for, then what must be compiled."""
         return 0 if self.method == TRUTH else 1 if METHODS[self.method].compiled else 2
 
     @property
@@ -91,6 +92,17 @@ class Job:
             self.process.stdin.write(word + "\n")
             self.process.stdin.flush()
 
+    def stop(self) -> None:
+        """Lets the process and what it started stand still."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def resume(self, seconds: float) -> None:
+        """Lets them go on after so many seconds, which do not count."""
+        self.deadline += seconds
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGCONT)
+
     def fail(self, why: str) -> None:
         self.state, self.facts = "failed", {"failed": why}
         self.end()
@@ -104,7 +116,7 @@ class Job:
     def take(self, message: dict[str, Any]) -> None:
         """Goes on to what the process said it is."""
         state = message.pop("state")
-        if self.state in ("failed", "timed", "out of time"):
+        if self.state in DONE:
             return
         if state == "ended":
             last = (self.log.read_text(errors="replace").splitlines() or [""])[-1]
@@ -117,47 +129,63 @@ def truth_path(folder: Path, job: Job) -> Path:
     return folder / f"{job.row}-{job.dtype}.truth"
 
 
-# --- a group of jobs ------------------------------------------------------------------------------------------------------------
+# --- many jobs ------------------------------------------------------------------------------------------------------------------
 
 
 def measure(jobs: list[Job], options: argparse.Namespace, folder: Path, until: float) -> Iterator[Job]:
-    """Gets all jobs ready together, then times one after the other; gives each as it is done, those without a turn last."""
+    """Gives each job when it is done, and in the end those that there was no time for.
+
+    As many get ready at once as there are slots. One that is ready is timed at once, with all others stopped, and makes room.
+    """
     heard: queue.Queue = queue.Queue()
-    num_compiled = sum(job.first == 1 for job in jobs)
-    for job in jobs:
-        job.start(options, folder, heard, num_compiled)
+    waiting, running = list(jobs), []
+    num_compiled = min(options.slots, sum(job.first == 1 for job in jobs))
     try:
-        get_ready(jobs, options, folder, heard, until)
-        for job in jobs:
-            if job.state != "ready":
+        while (waiting or running) and time.monotonic() < until:
+            while waiting and len(running) < options.slots:
+                running.append(waiting.pop(0))
+                running[-1].start(options, folder, heard, num_compiled)
+            let_in(running, options)
+            listen(running, heard, folder)
+            for job in running:
+                if job.state == "ready":
+                    take_turn(job, [other for other in running if other is not job], options, heard, folder)
+            done = [job for job in running if job.state in DONE]
+            running = [job for job in running if job.state not in DONE]
+            for job in done:
                 job.end()
-        for job in jobs:
-            if job.state == "ready" and time.monotonic() < until:
-                job.tell("go", options.limit)
-                while job.state == "ready":
-                    listen([job], heard, folder, waits=("ready",))
-                job.end()
-            yield job
+                yield job
     finally:
-        for job in jobs:
+        for job in running:
             job.end()
+    for job in [*running, *waiting]:
+        job.state = "out of time"
+        yield job
 
 
-def get_ready(jobs: list[Job], options: argparse.Namespace, folder: Path, heard: queue.Queue, until: float) -> None:
-    while unready := [job for job in jobs if job.state in ("started", "checked", "warm")]:
-        if time.monotonic() > until - SECONDS_A_TURN * sum(job.state != "failed" for job in jobs):
-            for job in unready:
-                job.end()
-                job.state = "out of time"
+def let_in(jobs: list[Job], options: argparse.Namespace) -> None:
+    """Lets jobs warm up that the device has memory for."""
+    for job in sorted((job for job in jobs if job.state == "checked"), key=lambda job: job.first):
+        others = [other for other in jobs if other is not job and other.state not in DONE]
+        gib = sum(other.gib for other in others) + ROWS[job.row].gib * (2 if job.dtype == "fp32" else 1)
+        if gib > DEVICE_GIB and any(other.state == "warm" for other in others):
             return
-        for job in sorted((job for job in unready if job.state == "checked"), key=lambda job: job.first):
-            others = [other for other in jobs if other is not job and other.state not in ("failed", "timed")]
-            gib = sum(other.gib for other in others) + ROWS[job.row].gib * (2 if job.dtype == "fp32" else 1)
-            if gib > DEVICE_GIB and any(other.state == "warm" for other in others):
-                break
-            job.state = "warm"
-            job.tell("warm", options.limit)
-        listen(jobs, heard, folder)
+        job.state = "warm"
+        job.tell("warm", options.limit)
+
+
+def take_turn(job: Job, others: list[Job], options: argparse.Namespace, heard: queue.Queue, folder: Path) -> None:
+    """Times the job while the others stand still."""
+    begin = time.monotonic()
+    for other in others:
+        other.stop()
+    time.sleep(SECONDS_TO_SETTLE)
+    job.tell("go", options.limit)
+    while job.state == "ready":
+        listen([job], heard, folder, waits=("ready",))
+    job.end()
+    for other in others:
+        other.resume(time.monotonic() - begin)
 
 
 def listen(jobs: list[Job], heard: queue.Queue, folder: Path, waits: tuple[str, ...] = ("started", "warm")) -> None:
