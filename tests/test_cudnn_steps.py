@@ -68,6 +68,14 @@ def _on_cudnn(monkeypatch):
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frozen_recurrence_is_left_to_torch(kind):
+    model = Reader(KINDS[kind])
+    model.rnn.weight_hh_l0.requires_grad_(False)
+    model.rnn.bias_hh_l0.requires_grad_(False)
+    assert_matches_oracle(model, per_row, torch.randn(5, 6, 3), torch.randint(3, (5,)))
+
+
 OPTIONS = [{}, {"num_layers": 2}, {"bidirectional": True, "bias": False}]
 
 

@@ -244,8 +244,9 @@ def test_conv_however_it_is_cut():
     (nn.Conv1d(16, 3, 4, padding="same"), (140,)), (nn.ConvTranspose2d(3, 16, 3, stride=2), (4, 5)),
     (nn.Conv2d(3, 4, 3), (5, 5)), (nn.Conv3d(16, 2, 2), (3, 3, 3)),
 ], ids=str)  # fmt: skip
-def test_convolutions_by_every_route(layer, size):
+def test_convolutions_by_every_route(layer, size, monkeypatch):
     """What the library makes of the kernels, against one backward a sample in float64."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     layer, x = layer.to(DEVICE), torch.randn(3, layer.in_channels, *size)
     square = lambda model, x: model(x).square().flatten(1).sum(1)
     truth = oracle(layer, square, x)["weight"]

@@ -189,7 +189,7 @@ def test_marks_of_the_dead_are_swept_out(at_once):
         marks.set(t, "living")
     for _ in range(20_000):
         marks.set(torch.zeros(1), "dead")
-    assert len(marks._entries) <= (102 if at_once else 4097)
+    assert len(marks.entries) <= (102 if at_once else 4097)
     assert [marks.get(t) for t in living] == ["living"] * 100
     assert sum(marks.get(torch.zeros(1)) is not None for _ in range(1000)) == 0  # though ids come again
 
@@ -202,7 +202,7 @@ def test_a_derived_weight_that_died_lets_its_graph_go():
             _ = model.weight * torch.ones(D, D)
         del _
         gc.collect()
-        assert not grads.weights._derived.tensors() and not grads.weights._derived._entries
+        assert not grads.weights._derived.tensors() and not grads.weights._derived.entries
 
 
 # --- calls of modules ------------------------------------------------------------------------------------------------
@@ -332,3 +332,31 @@ def test_layouts_that_are_equal_are_one_object_per_kind():
     assert one_each(Layout(ids.clone(), 2)) is first
     others = [Layout(ids, 3), Layout(ids.T.contiguous(), 2), Layout(ids.flip(0), 2), Layout(ids, 2, discrete=True)]
     assert len({id(one_each(layout)) for layout in (first, *others)}) == 5
+
+
+@pytest.mark.parametrize("keep", ["gradients", "norms", "graph"])
+def test_questions_inside_the_block_are_told_to_no_mode_and_answered_the_same(keep):
+    model, x = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)).double(), torch.randn(B, D).double()
+    with sw.capture(model, keep=keep, verify=False) as grads:
+        grads.backward(rows(model, x))
+        with Told() as told:
+            inside = grads.norms()
+        clipped = grads.clipped_sum(max_norm=1.0) if keep != "norms" else {}
+    assert told.calls == []
+    truth = oracle(model, rows, x)
+    norms = torch.cat([G.flatten(1) for G in truth.values()], 1).norm(dim=1)
+    assert relative_error(inside, norms) < 1e-9
+    for name, total in clipped.items():
+        assert relative_error(total, torch.tensordot((1 / norms).clamp(max=1), truth[name], dims=1)) < 1e-9
+
+
+class Told(torch.overrides.TorchFunctionMode):
+    """Notes the calls that a mode is told of."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls.append(func)
+        return func(*args, **(kwargs or {}))

@@ -1,6 +1,5 @@
-"""What the compiler does not see for itself in a step's graph: which results are cheaper to keep, and how images should lie."""
+"""What the compiler does not see for itself in a step's graph: which results are better kept than computed again."""
 
-import operator
 from functools import cache
 from typing import Any
 
@@ -12,7 +11,6 @@ LARGE = 1 << 20
 """Bytes; smaller results are not worth a thought."""
 FAR = 100
 """Ops of the graph from which on a result is read late: forward and backward of a layer lie so far apart, but for the last one's."""
-CONVOLUTION, BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
 
 
 def hinted(graph: GraphModule) -> GraphModule:
@@ -20,7 +18,6 @@ def hinted(graph: GraphModule) -> GraphModule:
     copy = Graph()
     copy.output(copy.graph_copy(graph.graph, {}))
     keep_sums(copy)
-    channels_together(copy)
     return GraphModule(graph, copy)
 
 
@@ -68,57 +65,6 @@ def keep_sums(graph: Graph) -> None:
             copy.meta, order[copy] = dict(node.meta), order[node]
             node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
             tell_the_compiler()
-
-
-def channels_together(graph: Graph) -> None:
-    """Gives convolutions in half precision on a GPU, and the norms of their gradients, images whose channels lie side by side.
-
-    Tensor cores want them so. The compiler does it for forward alone, and holds backward to the strides of the trace: images then
-    lie in memory twice, and cuDNN turns them around for itself, in 1.1 of the 7.1 ms of a ResNet-18 (B256, 32×32, H200). Copies
-    that turn a tensor are part of the kernel that writes it or of those that read it.
-    """
-    order = {node: k for k, node in enumerate(graph.nodes)}
-    writes = _last_writes(graph, order)
-    turned: dict[Node, Node] = {}
-    for node in list(graph.nodes):
-        images = _images(node)
-        if not images or any(writes.get(_memory_of(image), -1) > order[image] for image in images):
-            continue
-        for image in images:
-            if image not in turned:
-                turned[image] = _copied(image, torch.channels_last)
-        node.args = tuple(turned[a] if a in images else a for a in node.args)
-        for result in [user for user in node.users if user.target is operator.getitem] or [node]:
-            if isinstance(result.meta.get("val"), Tensor) and not _is_ours(node):  # whose results lie as they did
-                copy = _copied(result, torch.contiguous_format)
-                result.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
-
-
-def _images(node: Node) -> list[Any]:
-    """The arguments of a convolution, of its backward or of its norms that are images to be turned."""
-    if not _is_ours(node) and node.target not in (CONVOLUTION, BACKWARD):
-        return []
-    images: list[Any] = list(node.args[: 1 if node.target is CONVOLUTION else 2])
-    met = [*images, node] if node.target is CONVOLUTION else images
-    values = [n.meta.get("val") for n in met]
-    return images if all(isinstance(t, Tensor) and _is_suited(t) for t in values) else []
-
-
-def _is_ours(node: Node) -> bool:
-    return str(node.target).startswith("samplewise.conv_")
-
-
-def _is_suited(image: Tensor) -> bool:
-    is_half_on_gpu = image.is_cuda and image.element_size() == 2
-    return is_half_on_gpu and image.ndim == 4 and image.shape[1] >= 16 and image.is_contiguous()
-
-
-def _copied(node: Node, memory_format: torch.memory_format) -> Node:
-    """A copy of the node's result that lies otherwise, put in behind it."""
-    with node.graph.inserting_after(node):
-        copy = node.graph.call_function(torch.ops.aten.clone.default, (node,), {"memory_format": memory_format})
-    copy.meta["val"] = node.meta["val"].clone(memory_format=memory_format)
-    return copy
 
 
 # --- graphs ---------------------------------------------------------------------------------------------------------------------

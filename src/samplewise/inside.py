@@ -5,10 +5,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 ENGINE = {torch.autograd.backward, torch.autograd.grad}
 """Entered again inside themselves, by reentrant checkpoints."""
+
+
+ONE_OP = {F.dropout: 3, F.relu: 1, F.silu: 1, torch.Tensor.split: None, torch.functional.split: None}
+"""Functions that are one op of their own name, and where they take the word `inplace`: without it, they are that op."""
 
 
 class Insides:
@@ -21,7 +26,7 @@ class Insides:
     def run(self, mode: TorchFunctionMode, func: Callable, args: tuple, kwargs: dict) -> Any:
         """The function's result; NotImplemented if it is an op."""
         inside = without_override(func)
-        if inside is None or func in self._open:
+        if inside is None or func in self._open or is_one_op(func, args, kwargs):
             return NotImplemented
         if func not in ENGINE:
             self._open.append(func)
@@ -31,6 +36,12 @@ class Insides:
         finally:
             if func not in ENGINE:
                 self._open.pop()
+
+
+def is_one_op(func: Callable, args: tuple, kwargs: dict) -> bool:
+    """Whether the call is that of an op of the function's name, not in place."""
+    place = ONE_OP.get(func, 0)
+    return place is None or (place > 0 and not kwargs.get("inplace") and not any(args[place : place + 1]))
 
 
 INSIDE: dict[Callable, Callable | None] = {}

@@ -1,4 +1,4 @@
-"""Sees each op; where a weight meets data, the op's rule runs in place of the op."""
+"""Sees each op, and tells what it is: of data, of weights, of constants, or where weights meet data."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,45 +6,36 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._pytree import tree_map_only
 
 import samplewise.ops  # noqa: F401  (registers the rules)
+from samplewise.alike import Alike
 from samplewise.backwards import follow, followed_hook
-from samplewise.errors import UnattributedError
-from samplewise.factors.dense import Dense
-from samplewise.flow import flow
-from samplewise.flow.call import Call, Several, is_in_place, tensors_in
+from samplewise.flow.call import Call, tensors_in
 from samplewise.flow.handlers import moves
-from samplewise.flow.memory import Known, key_of, recalled
+from samplewise.flow.memory import key_of
 from samplewise.flow.names import ELEMENTWISE, LOSSES, SCALING
 from samplewise.flow.routing import PATTERNS, ROUTING, routes
 from samplewise.inside import Insides
 from samplewise.kinds import Kind, kind_of
 from samplewise.marking import Look, Marking
-from samplewise.ops.foreign import FOREIGN, ExpandedWeight
-from samplewise.ops.generic import Generic
-from samplewise.ops.pointwise import pointwise
-from samplewise.ops.recipe import Recipe, recipe_of
-from samplewise.ops.registry import EXPANSIONS, RULES, FactorOf, Meeting, Use
+from samplewise.meetings import Meetings
+from samplewise.ops.foreign import FOREIGN
+from samplewise.ops.registry import EXPANSIONS, RULES
 from samplewise.refusals import (
     are_given,
-    describe,
-    refuse,
     refuse_crossing,
     refuse_given_gradients,
     refuse_grad,
     refuse_hook,
-    refuse_in_place,
     refuse_picked,
     refuse_strangers,
     refuse_transform,
 )
-from samplewise.samples import Layout, Lost, Mark, Mixed
+from samplewise.samples import Lost, Mark, Mixed
 from samplewise.saving import kept_as_is
 from samplewise.sight import CustomFunction
-from samplewise.tap import Gate, Guard, Recorder, Targets, apply_tap, is_wanted, note_of
+from samplewise.tap import Guard, Recorder
 from samplewise.weights import Weight, looked_up
 
 FRESH = set("new_zeros new_ones new_full new_empty".split())
@@ -67,29 +58,34 @@ class Intercept(TorchFunctionMode):
         self.marks, self.weights = recorder.marks, recorder.weights
         self.is_paused = False
         self.marking, self.insides = Marking(recorder), Insides()
+        self.alike = Alike(recorder, self.marking)
+        self.meetings = Meetings(recorder, self.marking, self)
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kind = kind_of(func)
         if kind.is_question or self.is_paused:
             return func(*args, **kwargs) if kwargs else func(*args)
-        kwargs = {SYNONYMS.get(k, k): v for k, v in kwargs.items()} if kwargs else {}
-        guard, since = self.recorder.guard, torch.autograd._get_sequence_nr()
-        if guard is not None:
-            self._tell(guard, kind, args, kwargs)
-        if kind.is_opaque:
-            return self._opaque(func, kind.name, args, kwargs)
-        out = self._understood(kind, func, args, kwargs)
-        if guard is not None and isinstance(func, CustomFunction):
-            guard.saw(since)
-        return out
+        if self.recorder.guard is not None:
+            return self._guarded(self.recorder.guard, kind, func, args, kwargs or {})
+        return self._taken(kind, func, args, kwargs)
+
+    def _taken(self, kind: Kind, func: Callable, args: tuple, kwargs: dict | None) -> Any:
+        """Runs a call as one like it was run before, or by understanding it."""
+        if kind.is_alike and not (kwargs and "out" in kwargs):
+            out = self.alike.run(func, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        return self._understood(kind, func, args, {SYNONYMS.get(k, k): v for k, v in kwargs.items()} if kwargs else {})
 
     def _understood(self, kind: Kind, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Runs an op, and keeps track of where its samples go and of what it does with weights."""
-        if (kind.may_repeat or kind.has_inside) and "out" not in kwargs:
+        """Runs a call that is like none before, or of a kind that nothing is remembered of."""
+        if kind.is_opaque:
+            return self._opaque(func, kind.name, args, kwargs)
+        if kind.is_alike and "out" not in kwargs:
             look = Look(self.marking)
             key = key_of(func, args, kwargs, look)
             if key is not None and look.data:
-                out = self._familiar(kind, func, args, kwargs, look, key)
+                out = self._simple(kind, func, args, kwargs, look, key)
                 if out is not NotImplemented:
                     return out
         name = kind.name
@@ -111,17 +107,17 @@ class Intercept(TorchFunctionMode):
         meets = bool(data and weights) and torch.is_grad_enabled()
         if meets and func in EXPANSIONS:
             with self:
-                out = EXPANSIONS[func](self._meeting(func, name, args, kwargs, data, weights), *args, **kwargs)
+                out = EXPANSIONS[func](self.meetings.meeting(func, name, args, kwargs, data, weights), *args, **kwargs)
             if out is not NotImplemented:
                 return out
         if meets and func in FOREIGN:
-            return self._foreign(func, name, args, kwargs, data, weights)
+            return self.meetings.foreign(func, name, args, kwargs, data, weights)
         if not (meets and func in RULES):
             out = self.insides.run(self, func, args, kwargs)
             if out is not NotImplemented:
                 return out
         if meets:
-            return self._meet(func, name, args, kwargs, data, weights)
+            return self.meetings.meet(func, name, args, kwargs, data, weights)
         if not data:
             return self._derive(func, name, args, kwargs, weights, routed)
         if isinstance(func, CustomFunction):
@@ -132,57 +128,33 @@ class Intercept(TorchFunctionMode):
             self.recorder.constants.set(out, True)
         return out
 
-    def _tell(self, guard: Guard, kind: Kind, args: tuple, kwargs: dict) -> None:
-        """Tells of data that are read or scaled, and of all that is taken outside of the model."""
-        values = (*args, *kwargs.values())
+    def _guarded(self, guard: Guard, kind: Kind, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Runs a call, and tells the guard of data that are read or scaled, and of all that is taken outside of the model."""
+        since, values = torch.autograd._get_sequence_nr(), (*args, *kwargs.values())
         if not self.recorder.is_inside:
             guard.met(tensors_in(values))
-        if not (kind.is_reading or kind.name in SCALING):
-            return
-        numbers = [float(a) for a in values if isinstance(a, int | float)]
-        for t in tensors_in(values):
-            mark = self.marks.get(t)
-            if mark is not None and kind.is_reading:
-                guard.read(kind.name, mark, is_inside=self.recorder.is_inside)
-            elif mark is not None and t.requires_grad and numbers:
-                guard.scaled(mark, numbers, is_inside=self.recorder.is_inside)
-
-    def _familiar(self, kind: Kind, func: Callable, args: tuple, kwargs: dict, look: Look, key: Any) -> Any:
-        """Runs an op on data, captured parameters and known constants; NotImplemented if more must be known to understand it."""
-        known = recalled(key)
-        if look.weights:
-            rule = RULES.get(func) if func not in EXPANSIONS and func not in FOREIGN else None
-            if rule is None or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-                return NotImplemented
-            if known is not None and known.recipe and known.recipe.rule is rule:
-                y = self._meet_again(kind.name, args, kwargs, known)
-                if y is not NotImplemented:
-                    return y
-            return self._meet(func, kind.name, args, kwargs, look.data, look.weights, key)
-        if known is None:
-            return self.insides.run(self, func, args, kwargs) if kind.has_inside else NotImplemented
-        out = func(*args, **kwargs)
-        if not self.marking.mark_again(out, known):
-            self.marking.mark(Call(kind.name, func, args, kwargs, out, look.data))
+        if kind.is_reading or kind.name in SCALING:
+            numbers = [float(a) for a in values if isinstance(a, int | float)]
+            for t in tensors_in(values):
+                mark = self.marks.get(t)
+                if mark is not None and kind.is_reading:
+                    guard.read(kind.name, mark, is_inside=self.recorder.is_inside)
+                elif mark is not None and t.requires_grad and numbers:
+                    guard.scaled(mark, numbers, is_inside=self.recorder.is_inside)
+        out = self._taken(kind, func, args, kwargs)
+        if isinstance(func, CustomFunction):
+            guard.saw(since)
         return out
 
-    def _meet_again(self, name: str, args: tuple, kwargs: dict, known: Known) -> Any:
-        """Runs an op as its rule did in a call alike, and taps its result; NotImplemented if that has another shape."""
-        recipe: Recipe = known.recipe
-        tensors = [*args, *kwargs.values()]
-        plain = tensors.copy()
-        for place in recipe.weights:
-            plain[place] = tensors[place].detach()
-        num = len(args)
-        out = recipe.run(*plain[:num], **dict(zip(kwargs, plain[num:], strict=True))) if kwargs else recipe.run(*plain)
-        results = out if isinstance(out, tuple) else (out,)
-        if results[0].shape != known.shapes:
-            return NotImplemented
-        tensors += results
-        uses = [Use(tensors[place], of, tuple([tensors[k] for k in keep])) for place, of, keep in recipe.uses]
-        y = self._tapped(results[0], uses, name, recipe.how, recipe.layout)
-        self.marks.set(y, known.mark)
-        return y
+    def _simple(self, kind: Kind, func: Callable, args: tuple, kwargs: dict, look: Look, key: Any) -> Any:
+        """Runs an op on data, captured parameters and known constants; NotImplemented if more must be known to understand it."""
+        if look.weights:
+            if func not in RULES or func in EXPANSIONS or func in FOREIGN:
+                return NotImplemented
+            if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+                return NotImplemented
+            return self.meetings.meet(func, kind.name, args, kwargs, look.data, look.weights, key)
+        return self.insides.run(self, func, args, kwargs) if kind.has_inside else NotImplemented
 
     def _sorted(
         self, name: str, args: tuple, kwargs: dict
@@ -228,7 +200,7 @@ class Intercept(TorchFunctionMode):
 
     def _custom(self, func: CustomFunction, name: str, args: tuple, kwargs: dict, data: list[tuple[Tensor, Mark]]) -> Any:
         """Somebody's `autograd.Function` of data: where its samples lie shows inside, or by trying."""
-        out = self._watched(func)(*args, **kwargs)
+        out = self.meetings.watched(func)(*args, **kwargs)
         results = tensors_in((out,))
         if any(self.marks.get(t) is None for t in results):
             self.marking.mark(Call(name, func, args, kwargs, out, data))
@@ -259,155 +231,6 @@ class Intercept(TorchFunctionMode):
             if not t.requires_grad:
                 self.recorder.constants.set(t, True)
         return out
-
-    def _meet(
-        self,
-        func: Callable,
-        name: str,
-        args: tuple,
-        kwargs: dict,
-        data: list[tuple[Tensor, Mark]],
-        weights: list,
-        key: Any = None,
-    ) -> Any:
-        """Runs the op by its rule and taps its result; what is found out is remembered by the key."""
-        meeting = self._meeting(func, name, args, kwargs, data, weights)
-        y = NotImplemented
-        if func in RULES:
-            y = RULES[func](meeting, *args, **kwargs)
-        if y is NotImplemented and name in ELEMENTWISE and not (is_in_place(func) and meeting.is_weight(args[0])):
-            meeting.how = "elementwise"
-            y = pointwise(meeting)
-        if y is NotImplemented:
-            return self._meet_generic(meeting, data, weights)
-        if meeting.marks is not None:
-            for t, layout in zip(y, meeting.marks, strict=True):
-                self.marks.set(t, layout)
-            return y
-        if y is None:  # written into an argument, which keeps its samples
-            return None
-        mark = flow(Call(name, func, args, kwargs, y, data), key)
-        if isinstance(mark, Several):
-            (mark,) = mark
-        if not isinstance(mark, Layout) or mark.has_strays:
-            refuse(name, mark, weights)
-        if meeting.uses:
-            known = recalled(key)
-            if known is not None and known.mark is mark and known.recipe is not False and func in RULES:
-                known.recipe = recipe_of(RULES[func], meeting, y) or False
-            y = self.tap(meeting, y)
-        self.marks.set(y, mark)
-        return y
-
-    def _meet_generic(self, meeting: Meeting, data: list[tuple[Tensor, Mark]], weights: list) -> Any:
-        """Runs any op, and taps each of its results."""
-        name, func = meeting.name, meeting.func
-        if is_in_place(func):
-            refuse_in_place(name, weights)
-        meeting.uses.clear()
-        meeting.how = "generic"
-        run = Generic(meeting, self._watched(func))
-        results = tensors_in((run.out,))
-        marks: Any = [self.marks.get(t) for t in results]
-        if any(mark is None and t.requires_grad for t, mark in zip(results, marks, strict=True)):
-            marks = flow(Call(name, func, meeting.args, meeting.kwargs, results[0], data, results))
-        for k, t in enumerate(results):
-            mark = marks[k] if isinstance(marks, list) else marks
-            if t.requires_grad and (not isinstance(mark, Layout) or mark.has_strays):
-                refuse(name, mark, weights)
-            self.marks.set(t, mark or Lost(name, discrete=not t.is_floating_point()))
-        if isinstance(func, CustomFunction):
-            follow(self.marks, name, [a for a in meeting.args if isinstance(a, Tensor)], results)
-        tapped: dict[int, Tensor] = {}
-        for k, t in enumerate(results):
-            mark = self.marks.get(t)
-            assert mark is not None
-            tapped[id(t)] = t
-            if t.requires_grad and isinstance(mark, Layout):  # not integers, not comparisons
-                run.use(k, t, mark)
-                tapped[id(t)] = self.tap(meeting, t)
-            self.marks.set(tapped[id(t)], mark)
-        return tree_map_only(Tensor, lambda t: tapped[id(t)], run.out)
-
-    def _watched(self, func: Callable) -> Callable:
-        """The function, its inside watched if it is somebody's `autograd.Function`: where its samples lie shows there."""
-        if not isinstance(func, CustomFunction):
-            return func
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return func.without_override(*args, **kwargs)
-
-        return run
-
-    def _meeting(
-        self, func: Callable, name: str, args: tuple, kwargs: dict, data: list[tuple[Tensor, Mark]], weights: list
-    ) -> Meeting:
-        layouts = {id(t): layout for t, layout in self._layouts(name, data, weights)}
-        return Meeting(name, func, args, kwargs, layouts, {id(t) for t, _ in weights}, self)
-
-    def tap(self, meeting: Meeting, t: Tensor) -> Tensor:
-        uses, meeting.uses = meeting.uses, []
-        return self._tapped(t, uses, meeting.name, meeting.how, meeting.first_layout)
-
-    def _tapped(self, t: Tensor, uses: list[Use], name: str, how: str, layout: Layout) -> Tensor:
-        kept: list[Tensor] = []
-        places_of: dict[int, int] = {}
-        handed = []
-        note = note_of(name, how, layout, t.dtype)
-        for use in uses:
-            places = []
-            for one in use.keep:
-                place = places_of.setdefault(id(one), len(kept))
-                if place == len(kept):
-                    kept.append(one)
-                places.append(place)
-            targets = self.weights.targets(use.weight)
-            self.recorder.note(targets, note)
-            handed.append((targets, use.factor_of, places))
-        return apply_tap(t, self.recorder.anchor, self.recorder, handed, *kept)
-
-    def gate(self, meeting: Meeting, weight: Tensor, spread: Tensor, factor_of: FactorOf) -> Tensor:
-        targets = self.weights.targets(weight)
-        self.recorder.note(targets, note_of(meeting.name, meeting.how, meeting.first_layout, spread.dtype))
-        return Gate.apply(spread, self.recorder.anchor, self.recorder, targets, factor_of)  # type: ignore[return-value]
-
-    def _foreign(
-        self, func: Callable, name: str, args: tuple, kwargs: dict, data: list[tuple[Tensor, Mark]], weights: list
-    ) -> Any:
-        """Runs the op by a rule of torch's registry, which gets the weights as ExpandedWeights."""
-        (_, layout), *_ = self._layouts(name, data, weights)
-        axis = layout.fold(0).axis
-        if axis not in (0, 1):
-            raise UnattributedError(
-                f"{name} has a rule from the ExpandedWeights registry, which knows samples along dimension 0 or 1 alone, and "
-                f"met {layout} with {describe(weights)}. Remove that rule, or call the op on [B, ...]."
-            )
-        expanded: dict[int, ExpandedWeight] = {}
-        for t, _ in weights:
-            weight = ExpandedWeight(t, layout.num_samples, self.recorder.loss_reduction)
-            weight.batch_first = axis == 0
-            targets = self.weights.targets(t)
-            self.recorder.note(targets, note_of(name, "foreign", layout, t.dtype))
-            weight.deliver = self._deliver_dense(targets, get_gradient_edge(weight).node)
-            expanded[id(t)] = weight
-        values = [expanded.get(id(a), a) for a in (*args, *kwargs.values())]
-        y = FOREIGN[func].apply(tuple(kwargs), func, *values)
-        self.marking.mark(Call(name, func, args, kwargs, y, data))
-        return y
-
-    def _deliver_dense(self, targets: Targets, leaf_node: Any) -> Callable[[Tensor], None]:
-        def deliver(G: Tensor) -> None:
-            if is_wanted(leaf_node):
-                self.recorder.deliver(targets, Dense(G))
-
-        return deliver
-
-    def _layouts(self, name: str, data: list[tuple[Tensor, Mark]], weights: list) -> list[tuple[Tensor, Layout]]:
-        layouts = [(t, mark) for t, mark in data if isinstance(mark, Layout) and not mark.has_strays]
-        if len(layouts) != len(data):
-            refuse(name, next(mark for _, mark in data if not isinstance(mark, Layout) or mark.has_strays), weights)
-        return layouts
 
 
 @contextmanager

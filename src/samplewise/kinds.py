@@ -46,8 +46,8 @@ class Kind:
     """Whether it is in READING."""
     has_inside: bool
     """Whether it is a function of torch written in Python, which is looked into."""
-    may_repeat: bool
-    """Whether a call like one before need not be understood again."""
+    is_alike: bool
+    """Whether a call like one before need not be understood again, or what it calls need not."""
 
 
 @lru_cache(maxsize=4096)
@@ -58,6 +58,5 @@ def kind_of(func: Callable) -> Kind:
     is_reading = func in READING
     is_question = is_opaque and name not in FOLLOWED and not is_reading
     has_inside = without_override(func) is not None and func not in ENGINE
-    return Kind(
-        name, is_opaque, is_question, is_reading, has_inside, may_repeat=flows_by_shapes(name) and not is_in_place(func)
-    )
+    is_alike = not is_opaque and (has_inside or (flows_by_shapes(name) and not is_in_place(func)))
+    return Kind(name, is_opaque, is_question, is_reading, has_inside, is_alike)

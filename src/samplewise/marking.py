@@ -1,14 +1,15 @@
 """Marks on the results of ops, and on memory that several tensors share."""
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from samplewise.flow import flow
-from samplewise.flow.call import Call, Several, is_in_place, tensors_in
-from samplewise.flow.memory import Known, shapes_of
+from samplewise.flow.call import Call, Several, is_in_place, op_name, tensors_in
+from samplewise.flow.memory import key_of
 from samplewise.flow.writes import written
 from samplewise.marks import Marks, has_memory
 from samplewise.samples import Layout, Lost, Mark, same_ids
@@ -25,11 +26,6 @@ class Marking:
         self._looked_at: Marks[bool] = Marks()
         self._written: dict[int, tuple[StorageWeakRef, weakref.ref[Tensor]]] = {}
         """Memory that data was written into in place, and the tensor through which it was."""
-
-    @property
-    def has_writes(self) -> bool:
-        """Whether data was written into memory in place, so that tensors may hold samples unmarked."""
-        return bool(self._written)
 
     def mark(self, call: Call) -> None:
         """Marks the results of an op on data."""
@@ -51,22 +47,19 @@ class Marking:
             if each is not None:
                 self._set(t, each, in_place=is_in_place(call.func) or "out" in call.kwargs)
 
-    def mark_again(self, out: Any, known: Known) -> bool:
-        """Marks the results of an op not in place as those of a call like it were; False if their shapes are others."""
-        shapes, mark = known.shapes, known.mark
-        if isinstance(out, Tensor) and isinstance(mark, Layout):
-            if out.shape != shapes:
-                return False
-            self.marks.set(out, mark)
-            return True
-        results = tensors_in((out,))
-        if mark is None or shapes_of(results) != shapes:
-            return False
-        for i, t in enumerate(results):
-            each = mark[i] if isinstance(mark, Several) else mark
-            if each is not None:
-                self.marks.set(t, each)
-        return True
+    def mark_anew(self, func: Callable, args: tuple, kwargs: dict, out: Any) -> None:
+        """Marks the results of an op on data of the simple kinds, of which nothing is remembered that fits."""
+        look = Look(self)
+        key_of(func, args, kwargs, look)
+        self.mark(Call(op_name(func), func, args, kwargs, out, look.data))
+
+    def unmarked(self, t: Tensor) -> Any:
+        """WEIGHT for a captured parameter, None for a known constant; NotImplemented for anything else without a mark."""
+        if self._written:
+            return NotImplemented  # it may hold samples
+        if self.weights.of_parameter(t) is not None:
+            return WEIGHT
+        return None if not t.requires_grad and self.recorder.constants.get(t) else NotImplemented
 
     def _mark_written(self, call: Call) -> None:
         target = call.args[0]
@@ -136,13 +129,10 @@ class Look:
         if mark is not None:
             self.data.append((t, mark))
             return mark if type(mark) is Layout else NotImplemented
-        if marking.has_writes:
-            return NotImplemented
-        weight = marking.weights.of_parameter(t)
-        if weight is not None:
-            self.weights.append((t, weight))
-            return WEIGHT
-        return None if not t.requires_grad and marking.recorder.constants.get(t) else NotImplemented
+        kind = marking.unmarked(t)
+        if kind is WEIGHT:
+            self.weights.append((t, marking.weights.of_parameter(t)))  # type: ignore[arg-type]
+        return kind
 
 
 @untraced

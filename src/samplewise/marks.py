@@ -20,18 +20,18 @@ class Marks(Generic[M]):
     """
 
     def __init__(self, *, at_once: bool = False) -> None:
-        self._entries: dict[int, tuple[weakref.ref[Tensor], M]] = {}
+        self.entries: dict[int, tuple[weakref.ref[Tensor], M]] = {}
         self._on_memory: dict[Any, tuple[StorageWeakRef, M]] = {}
         self._at_once, self._max_entries = at_once, 4096
 
     def get(self, t: Tensor) -> M | None:
         """The mark of this very tensor."""
-        entry = self._entries.get(id(t))
+        entry = self.entries.get(id(t))
         return entry[1] if entry is not None and entry[0]() is t else None
 
     def tensors(self) -> list[Tensor]:
         """The marked tensors that are alive."""
-        return [t for ref, _ in list(self._entries.values()) if (t := ref()) is not None]
+        return [t for ref, _ in list(self.entries.values()) if (t := ref()) is not None]
 
     def sharing(self, t: Tensor) -> list[Tensor]:
         """The other marked tensors on the memory of `t`."""
@@ -41,15 +41,15 @@ class Marks(Generic[M]):
 
     def set(self, t: Tensor, mark: M) -> None:
         """Marks the tensor, and the place that it takes up in memory for `recalled`."""
-        self._entries[id(t)] = (weakref.ref(t, self._forgetting(id(t))) if self._at_once else weakref.ref(t), mark)
-        if len(self._entries) > self._max_entries:
+        self.entries[id(t)] = (weakref.ref(t, self._forgetting(id(t))) if self._at_once else weakref.ref(t), mark)
+        if len(self.entries) > self._max_entries:
             self._sweep()
         if (not t.requires_grad or torch._C._current_graph_task_id() != -1) and has_memory(t):
             self._on_memory[_memory(t)] = (StorageWeakRef(t.untyped_storage()), mark)
 
     def _forgetting(self, key: int) -> Callable[[weakref.ref], None]:
         """What drops the mark when its tensor dies, unless another tensor has got the same id since."""
-        entries = self._entries
+        entries = self.entries
 
         def forget(ref: weakref.ref) -> None:
             entry = entries.get(key)
@@ -60,9 +60,9 @@ class Marks(Generic[M]):
 
     def _sweep(self) -> None:
         """Drops the marks of tensors that have died; not again before as many have come."""
-        for key in [key for key, (ref, _) in list(self._entries.items()) if ref() is None]:
-            self._entries.pop(key, None)
-        self._max_entries = max(4096, 2 * len(self._entries))
+        for key in [key for key, (ref, _) in list(self.entries.items()) if ref() is None]:
+            self.entries.pop(key, None)
+        self._max_entries = max(4096, 2 * len(self.entries))
 
     def recalled(self, t: Tensor) -> M | None:
         """The mark that another tensor on the same memory had, itself perhaps gone.

@@ -11,6 +11,7 @@ from samplewise.planner import Planner
 from samplewise.precision import wide, wide_dtype
 from samplewise.projections import Projector, projector_of
 from samplewise.tracing import doubt, is_tracing
+from samplewise.unwatched import unwatched
 
 
 class ParameterGrads(Answers[Tensor]):
@@ -26,10 +27,12 @@ class ParameterGrads(Answers[Tensor]):
         shape = "x".join(map(str, self._parameter.shape))
         return f"<gradients of {self.name!r} ({shape}) for {factor.num_samples} samples as {type(factor).__name__}>"
 
+    @unwatched
     def materialize(self) -> Tensor:
         """G with G[b] the gradient of sample b, shape [B, *shape], in the parameter's dtype."""
         return self._scaled(self._factor().materialize())
 
+    @unwatched
     def of_samples(self, samples: Tensor | Sequence[int]) -> Tensor:
         """G of these samples alone, shape [len(samples), *shape], in the parameter's dtype."""
         return self._scaled(self._of(torch.as_tensor(samples)).materialize())
@@ -39,10 +42,12 @@ class ParameterGrads(Answers[Tensor]):
         for run in runs(self._factor().num_samples, samples):
             yield run, self._scaled(self._factor().select(run).materialize())
 
+    @unwatched
     def sq_norms(self) -> Tensor:
         """n with n[b] = sum |G[b]|², shape [B], in float32 or better."""
         return self._planner.sq_norms(self.name, self._factor()) * self._scale**2
 
+    @unwatched
     def dots(self, direction: "Tensor | ParameterGrads") -> Tensor:
         """d with d[b] = <direction, G[b]>, shape [B], in float32 or better; with other samples [B, C], as `gram`."""
         if isinstance(direction, ParameterGrads):
@@ -50,43 +55,52 @@ class ParameterGrads(Answers[Tensor]):
         self._check_shape(direction.shape, "direction")
         return self._factor().dots(direction) * self._scale
 
+    @unwatched
     def gram(self, other: "ParameterGrads | None" = None) -> Tensor:
         """K with K[b, c] = <G[b], H[c]>, H the samples of another capture or these, in float32 or better."""
         other = self if other is None else other
         self._check_shape(other._parameter.shape, f"other {other.name!r}")
         return self._factor().gram(other._factor()) * (self._scale * other._scale)
 
+    @unwatched
     def weighted_sum(self, w: Tensor) -> Tensor:
         """sum_b w[b] G[b], like the parameter; a sample with w[b] = 0 is left out."""
         return self._weighted_sum(*kept(w, self._factor().num_samples))
 
+    @unwatched
     def sum(self) -> Tensor:
         """sum_b G[b], like the parameter: what `.grad` would be."""
         return (self._wide_sum() * self._scale).to(self._parameter.dtype)
 
+    @unwatched
     def second_moment(self) -> Tensor:
         """sum_b |G[b]|² element by element, shaped like the parameter, real, in float32 or better."""
         return self._factor().square_sum() * self._scale**2
 
+    @unwatched
     def fisher_diagonal(self) -> Tensor:
         """(1/B) sum_b |G[b]|² element by element: the diagonal of the empirical Fisher matrix."""
         return self.second_moment() / self._at_least(1, "a mean")
 
+    @unwatched
     def variance(self) -> Tensor:
         """1/(B-1) sum_b |G[b] - mean|² element by element, shaped like the parameter, real, in float32 or better."""
         B = self._at_least(2, "a variance")
         return self.deviations()[1] / (B - 1)
 
+    @unwatched
     def project(self, projector: Projector | None = None, *, dim: int | None = None, seed: int = 0) -> Tensor:
         """p with p[b] the projection of G[b], shape [B, K], in float32 or better; `dim=` stands for Rademacher(dim, seed)."""
         return projector_of(projector, dim, seed).project(self.name, self._factor()) * self._scale
 
+    @unwatched
     def deviations(self, samples: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(mean, sum_b |G[b] - mean|²) over these samples, or all: what running estimates add up."""
         factor = self._of(samples)
         mean = self._wide_sum(samples) / max(1, factor.num_samples)
         return mean * self._scale, factor.square_sum(mean) * self._scale**2
 
+    @unwatched
     def dots_with_sum(self, samples: Tensor | None = None) -> Tensor:
         """d with d[b] = <G[b], sum of these samples, or all>, shape [B], in float32 or better."""
         return self._factor().dots(self._wide_sum(samples)) * self._scale**2
@@ -115,6 +129,7 @@ class ParameterGrads(Answers[Tensor]):
     def _scaled(self, G: Tensor) -> Tensor:
         return (G * self._scale if self._scale != 1 else G).to(self._parameter.dtype)
 
+    @unwatched
     def _norm_of(self, direction: Tensor) -> Tensor:
         return squares(direction).sum().sqrt()
 

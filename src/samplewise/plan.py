@@ -56,6 +56,10 @@ class Use:
         return self.B * self.G * self.O * self.I * self.kept
 
 
+use_of = lru_cache(maxsize=4096)(Use)
+"""The Use of these, one object for all uses alike."""
+
+
 @dataclass(frozen=True)
 class Cost:
     """What norms and one weighted sum take by one route."""

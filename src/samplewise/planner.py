@@ -8,8 +8,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from samplewise.factors import together
-from samplewise.factors.base import Factor, Hasty, mended
+from samplewise.factors import stacked, together
+from samplewise.factors.base import Factor, mended
 from samplewise.plan import ROUTES, Choice, Rates, Use, choose, measured_rates, num_bytes
 from samplewise.tracing import is_tracing
 
@@ -30,6 +30,7 @@ class Planner:
         self._spare = 0 if self.memory is None else self.memory // 2
         self._chunk_bytes = None if self.memory is None else max(1, self.memory // 4)
         self._choices: dict[str, Choice] = {}
+        self._of_use: dict[int, Choice] = {}
 
     def settled(self, name: str, factor: Factor) -> Factor:
         """The factor, or its gradients in its place if they are to be built and kept."""
@@ -52,14 +53,15 @@ class Planner:
 
     def sq_norms_of_all(self, factors: Mapping[str, Factor]) -> list[Tensor]:
         """Squared norms that add up to those over all these parameters, by few ops and with one look at what is doubtful."""
-        small, others = together.small(factors) if self.memory is None else ([], dict(factors))
-        hasty = [
-            factor.hasty_sq_norms(self._norm_route(name, factor))
-            if self.memory is None
-            else Hasty(self.sq_norms(name, factor))
-            for name, factor in others.items()
-        ]
-        return [*(part.sq_norms() for part in small), *mended(hasty)]
+        if self.memory is not None:
+            return [self.sq_norms(name, factor) for name, factor in factors.items()]
+        small, others = together.small(factors)
+        routes = {name: self._norm_route(name, factor) for name, factor in others.items()}
+        stacks, others = stacked.stacks(others, routes) if not is_tracing() else ([], others)
+        of_stacks = [stack.hasty_sq_norms(routes[stack.first]) for stack in stacks]
+        norms = mended([*of_stacks, *(factor.hasty_sq_norms(routes[name]) for name, factor in others.items())])
+        added = [stack.added(n) for stack, n in zip(stacks, norms, strict=False)]
+        return [*(part.sq_norms() for part in small), *added, *norms[len(stacks) :]]
 
     def weighted_sums(
         self, factors: Mapping[str, Factor], w_B: Tensor, keep: Tensor | None, *, rounded: Collection[str] = ()
@@ -87,7 +89,9 @@ class Planner:
         if use is None:
             return None
         choice = self._choices.get(name)
-        if choice is None or choice.use != use:  # joined of several uses, or a selection of samples
+        if choice is None or (
+            choice.use is not use and choice.use != use
+        ):  # joined of several uses, or a selection of samples
             choice = self._choose(name, use)
         costs = choice.costs
         return choice.route if choice.route != "build" else min(("gram", "direct"), key=lambda r: costs[r].seconds)
@@ -109,13 +113,22 @@ class Planner:
         return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
     def _choose(self, name: str, use: Use) -> Choice:
+        """The choice for a use of this parameter; uses alike are weighed once, unless pins or a budget tell them apart."""
+        alike = self._of_use.get(id(use))
+        if alike is None or alike.use is not use:
+            alike = self._weighed(name, use)
+            if not self.pins and self.memory is None:
+                self._of_use[id(use)] = alike  # which holds the use, so that the id stays its own
+        self._choices[name] = alike
+        return alike
+
+    def _weighed(self, name: str, use: Use) -> Choice:
         pinned = next((route for pattern, route in self.pins.items() if fnmatchcase(name, pattern)), None)
         is_half = use.itemsize < 4 and not self.device.startswith("cpu")  # the CPU takes them as float32
         rates = self.rates or measured_rates(self.device, torch.bfloat16 if is_half else torch.float32)
         if is_tracing():
             rates = replace(rates, latency=0.0)  # a compiled op does not pass through Python
-        self._choices[name] = choose(use, rates, spare=self._spare, pinned=pinned)
-        return self._choices[name]
+        return choose(use, rates, spare=self._spare, pinned=pinned)
 
 
 def _there(w_B: Tensor, keep: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor | None]:

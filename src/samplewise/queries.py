@@ -17,6 +17,7 @@ from samplewise.precision import HALF
 from samplewise.projections import Projector, projector_of
 from samplewise.samples import Layout
 from samplewise.second import SecondPass
+from samplewise.unwatched import unwatched
 
 
 class Grads(Held, Answers[dict[str, Tensor]]):
@@ -26,6 +27,7 @@ class Grads(Held, Answers[dict[str, Tensor]]):
     the loss are absent, as their `.grad` would be None.
     """
 
+    @unwatched
     def materialize(self) -> dict[str, Tensor]:
         """{name: G} with G[b] the gradient of sample b, shape [B, *shape]."""
         return {name: self[name].materialize() for name in self}
@@ -57,6 +59,7 @@ class Grads(Held, Answers[dict[str, Tensor]]):
     @overload
     def sq_norms(self, *, groups: Groups) -> dict[str, Tensor]: ...
 
+    @unwatched
     def sq_norms(self, *, groups: Groups | None = None) -> Tensor | dict[str, Tensor]:
         """n with n[b] = sum |G[b]|² over all captured parameters, shape [B]; {group: n} with `groups`, as in `norms`."""
         if groups is None:
@@ -74,6 +77,7 @@ class Grads(Held, Answers[dict[str, Tensor]]):
     @overload
     def norms(self, *, groups: Groups) -> dict[str, Tensor]: ...
 
+    @unwatched
     def norms(self, *, groups: Groups | None = None) -> Tensor | dict[str, Tensor]:
         """n with n[b] = ‖gradient of sample b over all captured parameters‖, shape [B], in float32 or better.
 
@@ -98,9 +102,12 @@ class Grads(Held, Answers[dict[str, Tensor]]):
 
     def weighted_sum(self, w: Tensor) -> dict[str, Tensor]:
         """{name: sum_b w[b] G[b]}, each like its parameter; a sample with w[b] = 0 is left out, even if it is NaN."""
-        keep, w = kept(w, self.batch_size)
-        if self.keep == "graph":
-            return self._by_second_backward(keep, w)
+        if self.keep == "graph":  # backward may run a checkpointed forward again, which must be seen
+            return self._by_second_backward(*kept(w, self.batch_size))
+        return self._sum_of(*kept(w, self.batch_size))
+
+    @unwatched
+    def _sum_of(self, keep: Tensor | None, w: Tensor) -> dict[str, Tensor]:
         if len(w) == 0:
             return {name: torch.zeros_like(self.parameters[name]) for name in self}
         half = {name for name, p in self.parameters.items() if p.dtype in HALF}
@@ -142,6 +149,7 @@ class Grads(Held, Answers[dict[str, Tensor]]):
         weights = {group: normalizing(n, eps) for group, n in self.norms(groups=groups).items()}
         return self._weighted_by_group(groups, weights)
 
+    @unwatched
     def dots(self, direction: "Mapping[str, Tensor] | Grads") -> Tensor:
         """d with d[b] = <direction, gradient of sample b>, shape [B], in float32 or better.
 
@@ -158,6 +166,7 @@ class Grads(Held, Answers[dict[str, Tensor]]):
             )
         return self._added([self[name].dots(direction[name]) for name in direction if name in self])
 
+    @unwatched
     def gram(self, other: "Grads | None" = None) -> Tensor:
         """K with K[b, c] = <gradient of sample b, gradient of sample c of the other capture, or of this>, shape [B, C].
 
@@ -172,24 +181,29 @@ class Grads(Held, Answers[dict[str, Tensor]]):
         parts = [self[name].gram(other[name]) for name in self if name in other]
         return self._added(parts or [torch.outer(self.norms(), other.norms()).zero_()])
 
+    @unwatched
     def sum(self) -> dict[str, Tensor]:
         """{name: sum_b G[b]}, each like its parameter: what `.grad` would be."""
         if self.keep == "graph":
             return self.weighted_sum(torch.ones(self.batch_size or 0))
         return {name: self[name].sum() for name in self}
 
+    @unwatched
     def second_moment(self) -> dict[str, Tensor]:
         """{name: sum_b |G[b]|² element by element}, each shaped like its parameter, real, in float32 or better."""
         return {name: self[name].second_moment() for name in self}
 
+    @unwatched
     def fisher_diagonal(self) -> dict[str, Tensor]:
         """{name: (1/B) sum_b |G[b]|² element by element}: the diagonal of the empirical Fisher matrix."""
         return {name: self[name].fisher_diagonal() for name in self}
 
+    @unwatched
     def variance(self) -> dict[str, Tensor]:
         """{name: 1/(B-1) sum_b |G[b] - mean|² element by element}, real, in float32 or better."""
         return {name: self[name].variance() for name in self}
 
+    @unwatched
     def project(self, projector: Projector | None = None, *, dim: int | None = None, seed: int = 0) -> Tensor:
         """p with p[b] the projection of the gradient of sample b, shape [B, K], in float32 or better.
 
@@ -205,6 +219,7 @@ class Grads(Held, Answers[dict[str, Tensor]]):
             parts[name] = like.new_zeros(len(like), projector.width(self.parameters[name]))
         return torch.cat([parts[name].to(like) for name in self.parameters], 1)
 
+    @unwatched
     def dots_with_sum(self, samples: Tensor | None = None) -> Tensor:
         """d with d[b] = <gradient of sample b, sum of these samples, or all>, shape [B], in float32 or better."""
         return self._added([self[name].dots_with_sum(samples) for name in self])
@@ -218,12 +233,14 @@ class Grads(Held, Answers[dict[str, Tensor]]):
             return w_B[mark.ids.expand(losses.shape).to(w_B.device)]
         return w_B[self.sample_ids.to(w_B.device)] if len(losses) == self.num_rows else w_B
 
+    @unwatched
     def _weighted_by_group(self, groups: Groups, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """{name: sum_b w[b] G[b]} with the weights of its group; a sample without one in some group is left out of all."""
         left_out = reduce(torch.logical_or, (w == 0 for w in weights.values()))
         w_of = {name: weights[group] for group, names in grouped(self._aliases, groups).items() for name in names}
         return {name: self[name].weighted_sum(torch.where(left_out, 0.0, w_of[name])) for name in self}
 
+    @unwatched
     def _norm_of(self, direction: Mapping[str, Tensor]) -> Tensor:
         """|direction| over all parameters that it has."""
         return self._added([squares(d).sum() for d in direction.values()]).sqrt()

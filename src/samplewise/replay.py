@@ -8,11 +8,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from samplewise.plan import Rates, measured_rates
-
 LAUNCH = 1e-5
 """Seconds from one kernel to the next where Python launches them: 1,950 kernels of a GPT-2 step in 19.6 ms, 13.6 of them
 running (H200, torch 2.11)."""
+FASTEST = 1e15
+"""Floating-point operations in a second, about the most that a device does. A measured rate is lower while others use the device,
+and a step that should be recorded is not: GPT-2 at B16 T256 then took 28.8 ms in place of 12.5. Recording one too many costs no more
+than a copy of its results."""
 
 NUM_RECORDINGS = 6
 """How often the memory of a recording is halved in search of the least."""
@@ -22,11 +24,14 @@ SMALL_BYTES = 1 << 25
 
 def replayed(compiled: Callable, graph: GraphModule, tensors: list[Tensor]) -> Callable[..., list[Tensor]]:
     """The compiled graph, as a CUDA graph where launches would hold it up."""
-    if not tensors or not all(t.is_cuda for t in tensors) or not is_held_up(graph, tensors[0].device):
-        return compiled
-    replay: Replay | None = None
     read = [attrgetter(str(node.target))(graph) for node in graph.graph.nodes if node.op == "get_attr"]
     state = [t for t in read if isinstance(t, Tensor)]
+    outputs = [t for node in graph.graph.find_nodes(op="output") for n in node.all_input_nodes for t in _results(n)]
+    if not tensors or not all(t.is_cuda for t in tensors):
+        return compiled
+    if not is_held_up(graph) or not is_small_beside(outputs, state):
+        return compiled
+    replay: Replay | None = None
 
     def run(*tensors: Tensor) -> list[Tensor]:
         nonlocal replay
@@ -37,22 +42,24 @@ def replayed(compiled: Callable, graph: GraphModule, tensors: list[Tensor]) -> C
     return run
 
 
-def is_held_up(graph: GraphModule, device: torch.device) -> bool:
+def is_held_up(graph: GraphModule) -> bool:
     """Whether the GPU would wait for Python to launch the graph's kernels, by their number and by what they have to do."""
     nodes = [node for node in graph.graph.nodes if node.op == "call_function" and not _is_view(node)]
-    is_half = any(t.element_size() < 4 for node in nodes for t in _results(node) if t.is_floating_point())
-    rates = measured_rates(str(device), torch.bfloat16 if is_half else torch.float32)
-    return 2 * LAUNCH * len(nodes) > sum(_seconds(node, rates) for node in nodes)
+    return 2 * LAUNCH * len(nodes) > sum(map(_num_flops, nodes)) / FASTEST
 
 
-def _seconds(node: Node, rates: Rates) -> float:
-    """What the op's products take at the device's rate; the rest is fused or short."""
+def _num_flops(node: Node) -> int:
+    """What the op's products take; the rest is fused or short."""
     from torch.utils.flop_counter import flop_registry  # imports Triton
 
     count = flop_registry.get(getattr(node.target, "overloadpacket", None))
     args, kwargs = tree_map_only(Node, lambda n: n.meta["val"], (node.args, node.kwargs))
-    flops = count(*args, **kwargs, out_val=node.meta["val"]) if count is not None else 0
-    return flops / rates.large
+    return count(*args, **kwargs, out_val=node.meta["val"]) if count is not None else 0
+
+
+def is_small_beside(outputs: list[Tensor], state: list[Tensor]) -> bool:
+    """Whether results, of which a recording keeps a copy, are as large as parameters (sums) and not as those of every sample."""
+    return sum(t.nbytes for t in outputs) <= max(2 * sum(t.nbytes for t in state), SMALL_BYTES)
 
 
 def _results(node: Node) -> list[Tensor]:

@@ -33,6 +33,8 @@ class Weight:
     """Its rows were picked by integers that were made across samples: how many and which may depend on all of them."""
     is_data: bool = False
     """Not a weight after all: it depends on the batch through code that was not seen."""
+    targets: "list[tuple[str, Pull]] | None" = None
+    """Of a parameter: itself."""
 
 
 class Weights:
@@ -40,7 +42,9 @@ class Weights:
 
     def __init__(self, parameters: dict[str, Tensor], anchor_node: Any):
         self.parameters, self._anchor_node = parameters, anchor_node
-        self._of_parameter = {id(p): Weight(frozenset([name]), _as_it_is, None) for name, p in parameters.items()}
+        self._of_parameter = {
+            id(p): Weight(frozenset([name]), _as_it_is, None, targets=[(name, _as_it_is)]) for name, p in parameters.items()
+        }
         self._derived: Marks[Weight] = Marks(at_once=True)  # they hold a part of the graph
         with torch.enable_grad():
             self.nodes = {name: _node(parameter) for name, parameter in parameters.items()}
@@ -51,6 +55,12 @@ class Weights:
         """The weight that `t` is if it is a captured parameter itself, as it was."""
         weight = self._of_parameter.get(id(t))
         return weight if weight is not None and t.requires_grad and t.grad_fn is None else None
+
+    def targets_of_parameter(self, t: Tensor) -> list[tuple[str, Pull]]:
+        """The `targets` of a captured parameter that is as it was."""
+        targets = self._of_parameter[id(t)].targets
+        assert targets is not None
+        return targets
 
     def get(self, t: Tensor) -> Weight | None:
         """The weight that `t` is, or None; `t` carries no mark of the batch."""

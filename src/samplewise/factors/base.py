@@ -1,8 +1,10 @@
 """What every factor answers, with a default for each answer built on `materialize`."""
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -64,10 +66,12 @@ def mended(norms: Sequence[Hasty]) -> list[Tensor]:
         for _, is_doubtful in doubted:
             doubt(is_doubtful.any())
         return out
-    flags = torch.stack([is_doubtful.to(doubted[0][1].device) for _, is_doubtful in doubted])
+    flags = torch.cat([is_doubtful.to(doubted[0][1].device) for _, is_doubtful in doubted])
+    ends = list(accumulate(len(is_doubtful) for _, is_doubtful in doubted))
     places: dict[int, list[int]] = {}
-    for row, sample in flags.nonzero().tolist():
-        places.setdefault(doubted[row][0], []).append(sample)
+    for place in flags.nonzero().squeeze(1).tolist():
+        row = bisect_right(ends, place)
+        places.setdefault(doubted[row][0], []).append(place - (ends[row - 1] if row else 0))
     for i, samples in places.items():
         exactly, n = norms[i].exactly, out[i]
         assert exactly is not None

@@ -1,14 +1,17 @@
 """Sums of outer products: the gradient of every weight that multiplies."""
 
 from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from samplewise.factors.base import Factor, Hasty, arrange, fitting, mended, sq_lengths, squares
 from samplewise.fused import direct_sq_norms, gram_sq_norms, has_kernel
-from samplewise.plan import TILE, Use, norm_route
-from samplewise.precision import kept_dtype, wide, wide_dtype, wide_product
+from samplewise.plan import TILE, Use, norm_route, use_of
+from samplewise.precision import HALF, kept_dtype, wide, wide_dtype, wide_product
+from samplewise.tracing import is_tracing
 
 
 class Outer(Factor):
@@ -34,6 +37,7 @@ class Outer(Factor):
         self.a, self.g = a_BTGI.to(g_BTGO.dtype), g_BTGO
         self.sizes, self.order, self.shape = sizes, order, shape
         self.num_samples = a_BTGI.shape[0]
+        self._use: Use | None = None
 
     @classmethod
     def of_rows(cls, a_BTI: Tensor, g_BTO: Tensor) -> "Outer":
@@ -42,12 +46,12 @@ class Outer(Factor):
         return cls(a_BTI.unsqueeze(2), g_BTO.unsqueeze(2), sizes=shape, order=(0, 1), shape=shape)
 
     def materialize(self) -> Tensor:
-        if self._is_turned():
+        if self.is_turned:
             return self.a[:, :, 0].conj().mT @ self.g[:, :, 0]
         return arrange(self._product(self.a, self.g), self.sizes, self.order, self.shape)
 
     def select(self, samples: Tensor | slice) -> "Outer":
-        return self._with(self.a[samples], self.g[samples])
+        return self.of(self.a[samples], self.g[samples])
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.a, self.g
@@ -57,9 +61,24 @@ class Outer(Factor):
         return max(1, G * O * I, T * G * max(I, O))
 
     def use(self) -> Use:
-        (B, T, G, I), O = self.a.shape, self.g.shape[-1]
-        held = self.a.nbytes + self.g.nbytes
-        return Use(B, T, G, I, O, self.g.element_size(), kept_dtype(self.g).itemsize, held)
+        if self._use is None:
+            (B, T, G, I), O = self.a.shape, self.g.shape[-1]
+            held = self.a.nbytes + self.g.nbytes
+            self._use = use_of(B, T, G, I, O, self.g.element_size(), kept_dtype(self.g).itemsize, held)
+        return self._use
+
+    @property
+    def form(self) -> Any:
+        """What factors have in common whose norms can be taken side by side; None for one whose cannot."""
+        a, g = self.a, self.g
+        return (a.shape, g.shape, g.dtype, g.device, self.order) if self.is_simple and a.shape[1] > 1 else None
+
+    @cached_property
+    def is_simple(self) -> bool:
+        """Whether it is that of a matrix or its transpose, on real numbers that lie sample by sample."""
+        if self.a.shape[2] != 1 or self.g.is_complex() or not (self.a.is_contiguous() and self.g.is_contiguous()):
+            return False
+        return self.is_turned or (len(self.shape) == 2 and self._is_plain())
 
     def sq_norms(self, route: str | None = None) -> Tensor:
         return mended([self.hasty_sq_norms(route)])[0]
@@ -82,6 +101,8 @@ class Outer(Factor):
         return Hasty.of_terms(norms, terms, self._direct_sq_norms_of)
 
     def weighted_sum(self, w_B: Tensor, *, rounded: bool = False) -> Tensor:
+        if not is_tracing() and self.is_simple:
+            return self._simple_weighted_sum(w_B, rounded=rounded)
         a, g = (self.a, self.g) if self.g.is_cuda else (wide(self.a), wide(self.g))
         w = w_B.to(wide_dtype(g).to_real()).reshape(-1, 1, 1, 1)
         a, g = ((a * w).to(a.dtype), g) if a.shape[-1] < g.shape[-1] else (a, (g * w).to(g.dtype))
@@ -89,9 +110,25 @@ class Outer(Factor):
             a, g = a.transpose(0, 1), g.transpose(0, 1)
         rows_a, rows_g = a.flatten(0, 1).transpose(0, 1).conj(), g.flatten(0, 1).transpose(0, 1)  # [G, BT, ·]
         product = torch.matmul if rounded else wide_product
-        if self._is_turned():
+        if self.is_turned:
             return product(rows_a.mT, rows_g)[0]
         return self._arranged(product(rows_g.mT, rows_a))
+
+    def _simple_weighted_sum(self, w_B: Tensor, *, rounded: bool) -> Tensor:
+        """As of any, by fewer views: 21 µs where it took 28 for B = 4, T = 16, 48×144 (Xeon)."""
+        (B, T, _, I), O = self.a.shape, self.g.shape[-1]
+        a, g, w = self.a.view(B, T, I), self.g.view(B, T, O), w_B.to(wide_dtype(self.g)).view(B, 1, 1)
+        if g.dtype in HALF and not g.is_cuda:
+            a, g = a.float(), g.float()
+        if I < O:
+            a = (a * w).to(a.dtype)
+        else:
+            g = (g * w).to(g.dtype)
+        a, g = a.view(B * T, I), g.view(B * T, O)
+        left, right = (a, g) if self.is_turned else (g, a)
+        if rounded or g.dtype not in HALF:
+            return left.t() @ right
+        return wide_product(left.t().unsqueeze(0), right.unsqueeze(0))[0]
 
     def dots(self, direction: Tensor) -> Tensor:
         """sum_t <g_t, direction · a_t>: one product with the direction, no gradient built."""
@@ -105,7 +142,7 @@ class Outer(Factor):
             return None
         if other.a.shape[2:] != self.a.shape[2:] or other.g.dtype != self.g.dtype:
             return None
-        return self._with(torch.cat([self.a, other.a], 1), torch.cat([self.g, other.g], 1))
+        return self.of(torch.cat([self.a, other.a], 1), torch.cat([self.g, other.g], 1))
 
     def arranged(self, sizes: tuple[int, ...], order: tuple[int, ...], shape: tuple[int, ...]) -> Factor:
         trivial = self.order == tuple(range(len(self.order)))
@@ -121,7 +158,7 @@ class Outer(Factor):
         if self._is_plain():
             sizes = (len(rows), *self.sizes[1:])
             return Outer(self.a, self.g[..., rows], sizes=sizes, order=self.order, shape=sizes)
-        if self._is_turned():
+        if self.is_turned:
             return Outer(self.a[..., rows], self.g, sizes=(O, len(rows)), order=(1, 0), shape=(len(rows), O))
         return None
 
@@ -160,14 +197,14 @@ class Outer(Factor):
             return self._arranged(torch.einsum("bgo,bgi->goi", squares(self.g[:, 0]), squares(self.a[:, 0])))
         # sum |G|² - 2 Re conj(center) sum G + B |center|² cancels where samples are alike: in float64
         dtype = torch.complex128 if self.g.is_complex() else torch.float64
-        exact, center = self._with(self.a.to(dtype), self.g.to(dtype)), center.to(dtype)
+        exact, center = self.of(self.a.to(dtype), self.g.to(dtype)), center.to(dtype)
         total = exact.weighted_sum(torch.ones(self.num_samples, dtype=torch.float64, device=self.g.device))
         cross = (center.conj() * (2 * total - self.num_samples * center)).real
         return (exact.square_sum() - cross).clamp(min=0).to(wide_dtype(self.g).to_real())
 
     def two_sided(self, left_OK: Tensor | None, right_IK: Tensor | None) -> Tensor:
         """(g left)ᵀ (a right): both sides are projected before they meet."""
-        if self.a.is_complex() or not (self._is_plain() or self._is_turned()):
+        if self.a.is_complex() or not (self._is_plain() or self.is_turned):
             return super().two_sided(left_OK, right_IK)
         a, g = wide(self.a[:, :, 0]), wide(self.g[:, :, 0])
         rows, columns = (g, a) if self._is_plain() else (a, g)
@@ -180,14 +217,16 @@ class Outer(Factor):
         in_order = self.order == tuple(range(len(self.order))) and self.shape == self.sizes
         return in_order and self.a.shape[2] == 1 and self.shape[:1] == self.g.shape[-1:]
 
-    def _is_turned(self) -> bool:
+    @cached_property
+    def is_turned(self) -> bool:
         """Whether the weight is the product transposed."""
         return self.order == (1, 0) and self.a.shape[2] == 1 and self.shape == (self.a.shape[-1], self.g.shape[-1])
 
     def _arranged(self, product_GOI: Tensor) -> Tensor:
         return arrange(product_GOI.unsqueeze(0), self.sizes, self.order, self.shape)[0]
 
-    def _with(self, a: Tensor, g: Tensor) -> "Outer":
+    def of(self, a: Tensor, g: Tensor) -> "Outer":
+        """The factor of the same weight for other a and g."""
         return Outer(a, g, sizes=self.sizes, order=self.order, shape=self.shape)
 
     def _parts(self) -> Iterator["Outer"]:

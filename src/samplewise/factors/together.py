@@ -19,7 +19,8 @@ class Together:
     def __init__(self, factors: Mapping[str, Dense]):
         self._shapes = {name: factor.shape for name, factor in factors.items()}
         self._G_BN = torch.cat(
-            [wide(factor.G).reshape(factor.num_samples, factor.num_elements) for factor in factors.values()], 1
+            [wide(f.G) if f.G.ndim == 2 else wide(f.G).reshape(f.num_samples, f.num_elements) for f in factors.values()],
+            1,
         )
         self.device = self._G_BN.device
 
@@ -32,7 +33,9 @@ class Together:
         G = self._G_BN if samples is None else self._G_BN[samples]
         parts = (w_B.to(G.dtype) @ G).split([torch.Size(shape).numel() for shape in self._shapes.values()])
         own = torch._foreach_mul(parts, 1.0)
-        return {name: t.reshape(shape) for (name, shape), t in zip(self._shapes.items(), own, strict=True)}
+        return {
+            n: t if len(shape) == 1 else t.reshape(shape) for (n, shape), t in zip(self._shapes.items(), own, strict=True)
+        }
 
 
 def small(factors: Mapping[str, Factor]) -> tuple[list[Together], dict[str, Factor]]:

@@ -28,12 +28,12 @@ from samplewise.tracing import untraced
 def flow(call: Call, key: Any = None) -> Mark | Several | None:
     """The mark of the call's results; remembered where it does not depend on values, as layers and steps repeat.
 
-    `key` tells more of the call than its flow depends on, if that is to be remembered with it.
+    `key` tells more of a call in which weights meet data than its flow depends on, if that is to be remembered with it.
     """
-    of_flow = _key(call)
+    of_flow, meets = _key(call), key is not None
     if of_flow is None:
         return _found(call)
-    key = of_flow if key is None else key
+    key = key if meets else of_flow
     known, shapes = recalled(key), shapes_of(call.results or [call.out])
     if known is not None and known.shapes == shapes:
         return known.mark
@@ -43,7 +43,7 @@ def flow(call: Call, key: Any = None) -> Mark | Several | None:
     if isinstance(mark, Several):
         mark = Several([one_each(each) if isinstance(each, Layout) else each for each in mark])
     mark = one_each(mark) if isinstance(mark, Layout) else mark
-    remember(key, shapes, mark)
+    remember(key, shapes, mark, meets=meets)
     return mark
 
 

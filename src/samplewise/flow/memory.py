@@ -19,7 +19,7 @@ class Known:
     mark: Any
     """Of their results: one for all, or Several."""
     recipe: Any = None
-    """Where weights meet data in them: the rule's `ops.recipe.Recipe`."""
+    """Where weights meet data in them: the rule's `ops.recipe.Recipe`, or False if the rule must be asked."""
 
 
 def key_of(func: Callable, args: tuple, kwargs: dict, mark_of: Callable[[Tensor], Any]) -> Any:
@@ -64,12 +64,12 @@ def recalled(key: Any) -> Known | None:
         return None
 
 
-def remember(key: Any, shapes: Any, mark: Any) -> None:
-    """Remembers the marks of the results of such calls."""
+def remember(key: Any, shapes: Any, mark: Any, *, meets: bool) -> None:
+    """Remembers the marks of the results of such calls, and whether weights meet data in them."""
     if len(REMEMBERED) >= MAX_REMEMBERED:
         REMEMBERED.clear()
     try:
-        REMEMBERED[key] = Known(shapes, mark)
+        REMEMBERED[key] = Known(shapes, mark, False if meets else None)
     except TypeError:
         return
 

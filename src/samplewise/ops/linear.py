@@ -156,8 +156,13 @@ def _outer_of(
     of_sizes, order = tuple(sizes[c] for c in ordered), tuple(ordered.index(c) for c in w_term)
     of_x, of_g = "".join(positions + groups + inputs), "".join(positions + groups + outputs)
 
+    B, num_rows = layout.num_samples, math.prod(x_sizes[c] for c in positions)
+
     def outer(x: Tensor, g: Tensor) -> Outer:
         a, g = in_order(x, x_term, of_x), in_order(g, out, of_g)
+        if rows.is_leading and num_rows:
+            a = a.reshape(B, num_rows // B, num_groups, num_inputs)
+            return Outer(a, g.reshape(B, num_rows // B, num_groups, num_outputs), sizes=of_sizes, order=order, shape=w_shape)
         lead = a.shape[: len(positions)]
         a, g = a.reshape(*lead, num_groups, num_inputs), g.reshape(*lead, num_groups, num_outputs)
         return Outer(rows(a), rows(g), sizes=of_sizes, order=order, shape=w_shape)

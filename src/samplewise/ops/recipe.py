@@ -22,12 +22,15 @@ class Recipe:
     """The rule that said so: another that takes its place is asked itself."""
     run: Callable
     """What stands for the op, on weights that need no gradient; its first result is the op's."""
+    name: str
     how: str
     layout: Layout
     weights: tuple[int, ...]
     """The places of the weights."""
+    kept: tuple[int, ...]
+    """The places of what the uses keep."""
     uses: tuple[tuple[int, FactorOf, tuple[int, ...]], ...]
-    """For each use the place of its weight, how a gradient becomes its factor, and the places of what it keeps."""
+    """For each use the place of its weight, how a gradient becomes its factor, and which of `kept` it keeps."""
 
 
 def recipe_of(rule: Rule, meeting: Meeting, y: Any) -> Recipe | None:
@@ -45,9 +48,12 @@ def recipe_of(rule: Rule, meeting: Meeting, y: Any) -> Recipe | None:
         return None  # one tensor twice, where another call has two; or tensors in lists
     if not all(_is_of_shapes(use.factor_of) for use in meeting.uses):
         return None
-    said = tuple((places[id(use.weight)], use.factor_of, tuple(places[id(t)] for t in use.keep)) for use in meeting.uses)
     weights = tuple(places[weight] for weight in meeting.weight_ids)
-    return Recipe(rule, meeting.ran, meeting.how, meeting.first_layout, weights, said)
+    kept = list(dict.fromkeys(places[id(t)] for use in meeting.uses for t in use.keep))
+    said = tuple(
+        (places[id(use.weight)], use.factor_of, tuple(kept.index(places[id(t)]) for t in use.keep)) for use in meeting.uses
+    )
+    return Recipe(rule, meeting.ran, meeting.name, meeting.how, meeting.first_layout, weights, tuple(kept), said)
 
 
 PLAIN = (int, float, complex, str, type(None), torch.dtype, Fold, Layout)

@@ -83,14 +83,24 @@ def recurrence(
     tensors = [gates, *first, w_hh, *([] if b_hh is None else [b_hh])]
     if has_torch_function(tensors):
         return handle_torch_function(recurrence, tensors, kind, gates, first, w_hh, b_hh, batch_sizes, backwards)
-    return run(kind, gates, first, w_hh, b_hh, batch_sizes, backwards)
+    return run(kind, gates, first, w_hh, b_hh, batch_sizes, backwards, is_rule=False)
 
 
-def run(kind: str, gates: Tensor, first: list[Tensor], w_hh: Tensor, b_hh: Any, batch_sizes: Any, backwards: bool) -> Any:
-    """By torch's own kernel, or by cuDNN where that is it."""
+def run(
+    kind: str,
+    gates: Tensor,
+    first: list[Tensor],
+    w_hh: Tensor,
+    b_hh: Any,
+    batch_sizes: Any,
+    backwards: bool,
+    *,
+    is_rule: bool,
+) -> Any:
+    """By torch's own kernel; where that is cuDNN's and a rule takes care of samples and weights, by an op that graphs hold."""
     if backwards:
         gates = reversed_steps(gates, batch_sizes)
-    if cudnn.takes(gates) and not w_hh.requires_grad and (b_hh is None or not b_hh.requires_grad):
+    if is_rule and cudnn.takes(gates):
         sizes = [] if batch_sizes is None else batch_sizes.tolist()
         y, *ends = cudnn.Cudnn.apply(kind, sizes, gates, w_hh, b_hh, *first)  # type: ignore[misc]
     else:
@@ -170,7 +180,7 @@ def recurrence_rule(
         hidden = meeting.tap(gates.new_zeros(()).expand_as(gates))
         y, *ends = run_steps(kind, gates, hidden, first, plain_w, plain_b, batch_sizes, backwards)
     else:
-        y, *ends = run(kind, meeting.tap(gates), first, plain_w, plain_b, batch_sizes, backwards)
+        y, *ends = run(kind, meeting.tap(gates), first, plain_w, plain_b, batch_sizes, backwards, is_rule=not learns)
     seen.append((y.detach(), y._version))
     return meeting.marked([y, *ends], [layout] + [states] * len(ends))
 

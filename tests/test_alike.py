@@ -1,0 +1,188 @@
+"""Layers alike asked side by side, and calls alike keyed in one place: the same answers as one by one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import samplewise as sw
+from samplewise.errors import SamplesMixError
+from samplewise.factors import stacked
+from samplewise.factors.base import mended
+from samplewise.factors.outer import Outer
+from samplewise.flow.memory import key_of
+from samplewise.intercept import Intercept
+from samplewise.marking import Look
+from samplewise.plan import Rates
+from samplewise.testing import oracle, relative_error, run_capture
+
+B, T, D = 4, 6, 5
+RATES = Rates(small=1e9, large=1e9, memory=1e10)
+
+
+class Fn(nn.Module):
+    """A model whose forward is a function of itself and its inputs."""
+
+    def __init__(self, function, **parts):
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs):
+        return self.function(self, *inputs)
+
+
+def rows(model, *inputs):
+    return model(*inputs).flatten(1).pow(2).sum(1)
+
+
+def assert_right(model, *inputs, **options):
+    grads = run_capture(model, rows, *inputs, verify=False, **options)
+    truth = oracle(model, rows, *inputs)
+    norms = torch.cat([G.flatten(1) for G in truth.values()], 1).norm(dim=1)
+    assert relative_error(grads.norms(), norms) < 1e-9
+    for name, total in grads.clipped_sum(max_norm=1.0).items():
+        assert relative_error(total, torch.tensordot((1 / norms).clamp(max=1), truth[name], dims=1)) < 1e-9, name
+
+
+class Turned(nn.Module):
+    """x @ w + b, as in GPT-2."""
+
+    def __init__(self, i, o):
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.randn(i, o)), nn.Parameter(torch.randn(o))
+
+    def forward(self, x):
+        return torch.addmm(self.b, x.reshape(-1, x.shape[-1]), self.w).view(*x.shape[:-1], -1)
+
+
+@pytest.mark.parametrize("limit", [None, 2000, 1])  # one stack, several, none
+@pytest.mark.parametrize("route", ["gram", "direct", "build"])
+@pytest.mark.parametrize("layer", [nn.Linear, Turned])
+def test_layers_alike_give_what_each_gives(layer, route, limit, monkeypatch):
+    if limit is not None:
+        monkeypatch.setattr(stacked, "CHUNK_BYTES", dict.fromkeys(["cpu", "cuda"], limit * stacked.SHARE))
+    layers = [module for _ in range(5) for module in (layer(D, D), nn.Tanh())]
+    model, x = nn.Sequential(*layers, layer(D, 3)).double(), torch.randn(B, T, D).double()
+    for plan in ({"*": route}, {"*": route, "0.*": "direct"}):
+        assert_right(model, x, plan=dict(reversed(plan.items())), rates=RATES)
+
+
+def test_stacks_stay_within_what_a_query_may_build():
+    factors = {str(k): Outer.of_rows(torch.randn(B, T, D), torch.randn(B, T, 3)) for k in range(15)}
+    each = sum(t.nbytes for t in factors["0"].tensors())
+    for limit in (each, stacked.SHARE * each, 15 * stacked.SHARE * each // 16, 100 * each):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stacked, "CHUNK_BYTES", dict.fromkeys(["cpu", "cuda"], limit))
+            found, others = stacked.stacks(factors, dict.fromkeys(factors))
+        sizes = [len(stack._factors) for stack in found]
+        assert sum(sizes) + len(others) == 15
+        assert all(size * each <= limit for size in sizes)
+        assert bool(found) == (limit >= stacked.SHARE * each)
+
+
+def test_a_sample_that_cancels_in_one_layer_of_a_stack_is_taken_exactly():
+    torch.manual_seed(0)
+    a, g = torch.randn(3, B, 1, D).expand(3, B, 2, D).contiguous(), torch.randn(3, B, 2, D)
+    g[1, 2, 1] = -g[1, 2, 0] * (1 - 1e-4)
+    factors = {str(k): Outer.of_rows(a[k], g[k]) for k in range(3)}
+    (stack,), _ = stacked.stacks(factors, dict.fromkeys(factors, "gram"))
+    hasty = stack.hasty_sq_norms("gram")
+    assert hasty.is_doubtful is not None
+    assert hasty.is_doubtful.nonzero().flatten().tolist() == [1 * B + 2]
+    with sw.capture(nn.Linear(1, 1)) as grads:
+        pass
+    truth = torch.einsum("lbto,lbti->lboi", g.double(), a.double()).pow(2).sum((2, 3))
+    norms = sum(grads._planner.sq_norms_of_all(factors))
+    assert relative_error(norms.double(), truth.sum(0)) < 1e-6
+    exactly = mended([hasty])[0].reshape(3, B)
+    assert relative_error(exactly[1, 2].double(), truth[1, 2]) < 1e-2  # g[1] + g[0] is 1e-4 of them, in float32
+
+
+def test_uses_in_half_precision_are_stacked_and_summed_in_float32():
+    torch.manual_seed(0)
+    a, g, w = torch.randn(B, 40, 32).bfloat16(), torch.randn(B, 40, 48).bfloat16(), torch.rand(B)
+    truth = torch.einsum("bto,bti,b->oi", g.double(), a.double(), w.double())
+    for factor, expected in ((Outer.of_rows(a, g), truth), (Outer.of_rows(g, a), truth.T)):
+        assert factor.is_simple
+        total = factor.weighted_sum(w)
+        assert total.dtype == torch.float32
+        assert relative_error(total.double(), expected) < 1e-2  # w is rounded into a or g on the CPU in float32
+        assert relative_error(factor.weighted_sum(w.double()).double(), expected) < 1e-6
+
+
+CALLS = [
+    lambda x, w, c: (torch.Tensor.view, (x, B, -1), {}),
+    lambda x, w, c: (torch.Tensor.view, (x, (B, -1)), {}),
+    lambda x, w, c: (torch.Tensor.view, (x, torch.Size([B, D])), {}),
+    lambda x, w, c: (torch.Tensor.sum, (x, [1]), {"keepdim": True}),
+    lambda x, w, c: (torch.Tensor.sum, (x, (1, True)), {"dtype": torch.float64}),
+    lambda x, w, c: (torch.add, (x, 1.0), {"alpha": 2}),
+    lambda x, w, c: (torch.add, (x, True), {}),
+    lambda x, w, c: (torch.add, (x, x), {}),
+    lambda x, w, c: (torch.mul, (x, c), {}),
+    lambda x, w, c: (F.linear, (x, w, None), {}),
+    lambda x, w, c: (torch.cat, ([x, c], 1), {}),
+    lambda x, w, c: (torch.Tensor.__getitem__, (x, (slice(None), None, slice(1, 3))), {}),
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_both_ways_to_a_key_give_the_same(call):
+    """What one remembers the other must find, and nothing else."""
+    model = nn.Linear(D, D)
+    model.register_buffer("c", torch.randn(B, D))
+    with sw.capture(model) as grads:
+        x = grads.mark(torch.randn(B, D))
+        mode = grads._intercept
+        assert isinstance(mode, Intercept)
+        func, args, kwargs = call(x, model.weight, model.c)
+        with torch._C.DisableTorchFunction():
+            key = mode.alike._key(func, args, kwargs)
+            assert key == key_of(func, args, kwargs, Look(mode.marking))
+            assert key is not None
+            assert list(map(type, key)) == list(map(type, key_of(func, args, kwargs, Look(mode.marking))))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("function", [F.relu, F.silu, lambda x, inplace: F.dropout(x, 0.0, True, inplace)])
+def test_functions_taken_for_their_op(function, inplace):
+    """With and without `inplace`, in turns."""
+    model = Fn(lambda s, x: s.b(function(s.a(x), inplace=s.inplace)), a=nn.Linear(D, D), b=nn.Linear(D, D)).double()
+    x = torch.randn(B, T, D).double()
+    for model.inplace in (inplace, not inplace, inplace, not inplace):
+        assert_right(model, x)
+
+
+def test_data_written_into_a_constant_by_such_a_function_is_known():
+    """relu in place on a constant that data was written into: what was remembered of constants does not speak for it."""
+    model, x = Fn(lambda s, x: s.l(_filled(x)), l=nn.Linear(D, D)).double(), torch.randn(B, D).double()
+    for _ in range(3):
+        assert_right(model, x)
+
+
+def _filled(x):
+    out = x.new_zeros(x.shape)
+    out[:, 1:] = x[:, 1:]
+    return F.relu(out, inplace=True)
+
+
+@pytest.mark.parametrize("sizes", [2, [1, 4], (1, 4)])
+def test_splits_by_sizes(sizes):
+    model = Fn(lambda s, x: torch.cat(s.l(x).split(s.sizes, -1)[::-1], -1) * s.l(x), l=nn.Linear(D, D)).double()
+    for model.sizes in (sizes, 3, sizes):
+        assert_right(model, torch.randn(B, D).double())
+
+
+def test_what_was_refused_is_refused_again():
+    """A flow that was found before the refusal must not make the next call one without weights."""
+    model = Fn(lambda s, x: F.linear(x.sum(0, keepdim=True).expand(B, D), s.l.weight), l=nn.Linear(D, D, bias=False))
+    x = torch.randn(B, D)
+    for _ in range(3):
+        with sw.capture(model, verify=False), pytest.raises(SamplesMixError):
+            model(x)
+    mixing = Fn(lambda s, x: torch.baddbmm(s.b, x, x.flip(0)), b=nn.Parameter(torch.randn(B, D, D)))
+    for _ in range(3):
+        with sw.capture(mixing, verify=False), pytest.raises(SamplesMixError):
+            mixing(torch.randn(B, D, D))
