@@ -3,33 +3,17 @@
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
+from samplewise.dp.collating import Collate
 from samplewise.dp.noise import derived_seed, generator
+from samplewise.dp.part import Part
 from samplewise.dp.sampling import Units, poisson_sample, split
 from samplewise.errors import SamplewiseError
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one batch handed out is of the Poisson sample that it was drawn in."""
-
-    draw: int
-    """The place of that sample in the epoch."""
-    num_samples: int
-    ids: Tensor | None
-    """The sample of every row, where samples have several."""
-    is_last: bool
-
-    @property
-    def num_rows(self) -> int:
-        return self.num_samples if self.ids is None else len(self.ids)
 
 
 class Listener(Protocol):
@@ -91,7 +75,7 @@ class PoissonLoader:
                 f"a sample has {most} rows, and max_physical_batch_size is {max_physical_batch_size}: its gradient is clipped as "
                 "one, so that its rows cannot be split. Allow as many rows, or keep fewer of it."
             )
-        self._collate = _Collate(collate_fn or default_collate, dataset, batch_dim)
+        self._collate = Collate(collate_fn or default_collate, dataset, batch_dim)
         self._options = options
         self.epoch = self.position = 0
         """Which draw comes next: of which epoch, and its place in it."""
@@ -223,21 +207,6 @@ class PoissonLoader:
             listener.ended() if part is None else listener.received(part, batch)
 
 
-class _Collate:
-    """Collates rows, be they none; goes to worker processes, so it holds nothing else."""
-
-    def __init__(self, collate: Callable[[list], Any], dataset: Any, batch_dim: int):
-        self._collate, self._dataset, self._batch_dim = collate, dataset, batch_dim
-        self._empty: Any = None
-
-    def __call__(self, rows: list) -> Any:
-        if rows:
-            return self._collate(rows)
-        if self._empty is None:
-            self._empty = without_rows(self._collate([self._dataset[0]]), self._batch_dim)
-        return self._empty
-
-
 class _Given:
     """A batch sampler of what a function gives."""
 
@@ -246,25 +215,6 @@ class _Given:
 
     def __iter__(self) -> Iterator[list[int]]:
         return self._drawn()
-
-
-def without_rows(batch: Any, batch_dim: int = 0) -> Any:
-    """A batch of one row with that row taken out: tensors keep dtype and other sizes, lists of anything else are empty.
-
-    >>> without_rows({"x": torch.ones(1, 3), "name": ["a"]})
-    {'x': tensor([], size=(0, 3)), 'name': []}
-    """
-
-    def empty(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.narrow(batch_dim, 0, 0) if leaf.ndim > batch_dim else leaf
-        return type(leaf)() if isinstance(leaf, list | tuple) else leaf
-
-    def is_row_list(node: Any) -> bool:
-        plain = isinstance(node, list | tuple) and len(node) == 1 and not hasattr(node, "_fields")
-        return plain and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(node))
-
-    return tree_map(empty, batch, is_leaf=is_row_list)
 
 
 def _refuse_other_sampling(loader: Any) -> None:

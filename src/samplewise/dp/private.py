@@ -16,8 +16,9 @@ from samplewise.dp.loader import PoissonLoader
 from samplewise.dp.noise import Noise, derived_seed
 from samplewise.dp.optimizer import PrivateOptimizer, privatized, refuse_optimizer
 from samplewise.dp.privacy import Bounds, Budget, Privacy
-from samplewise.dp.session import PRIVATE, Session
+from samplewise.dp.session import Session
 from samplewise.dp.validation import validate
+from samplewise.dp.watched import is_watched, watch
 from samplewise.dp.whole import Whole
 from samplewise.errors import SamplewiseError
 from samplewise.losses import LossFn
@@ -138,7 +139,7 @@ def make_private(
             "compile=True needs loss_fn=, as the loop's own forward and backward are not compiled: optimizer.step_on(*batch)"
         )
     loader.attach(session)
-    session.watch()
+    watch(model, session)
     return model, privatized(optimizer, privacy), loader
 
 
@@ -147,7 +148,7 @@ def _refuse(model: nn.Module, optimizer: Optimizer, options: Mapping[str, Any]) 
     if unknown:
         raise TypeError(f"make_private got {unknown}; it takes {sorted(OPTIONS)} of capture beside its own")
     refuse_optimizer(optimizer)
-    if model in PRIVATE and PRIVATE[model]() is not None:
+    if is_watched(model):
         raise SamplewiseError(
             "the model is trained privately already by another optimizer: each would miss the other's steps."
         )

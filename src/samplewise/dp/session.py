@@ -9,23 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
 from samplewise.choice import Groups
 from samplewise.dp.buffers import Buffers
 from samplewise.dp.clipping import Bound, Clipped, clipped
-from samplewise.dp.loader import Part
+from samplewise.dp.closing import close
 from samplewise.dp.losses import Scales, Strict
+from samplewise.dp.part import Part
 from samplewise.errors import SamplewiseError
 from samplewise.opening import capture
 from samplewise.queries import Grads
 
 WholeStep = Callable[[Mapping[str, float], tuple], tuple[Tensor, Clipped]]
 """(bounds, batch) → the loss, and the clipped gradients."""
-
-PRIVATE: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]]" = weakref.WeakKeyDictionary()
-"""The models that are trained privately."""
 
 
 class Session:
@@ -53,12 +50,6 @@ class Session:
         """Those of the model when the batch was handed out."""
         self._thread = 0
         self._handles: list[Any] = []
-
-    def watch(self) -> None:
-        """From now on calls of the model are captured."""
-        for module in dict.fromkeys(self.model.modules()):
-            module.register_forward_pre_hook(_Opens(self), with_kwargs=True)
-        PRIVATE[self.model] = weakref.ref(self)
 
     # --- what the loader says ----------------------------------------------------------------------------------------
 
@@ -225,21 +216,7 @@ class Session:
         grads, self.grads = self.grads, None
         for handle in self._handles:
             handle.remove()
-        mode, above = grads._intercept, []
-        was_open = mode in _get_current_function_mode_stack()
-        if was_open:  # a mode that was entered since (a torch.device block) stays
-            while _get_current_function_mode_stack()[-1] is not mode:
-                above.append(_pop_mode())
-        else:
-            _push_mode(mode)
-        grads.__exit__(None, None, None)
-        for other in reversed(above):
-            _push_mode(other)
-        if not was_open:
-            raise SamplewiseError(
-                "a block that changes torch functions (with torch.device(...), a TorchFunctionMode) was left between the model's "
-                "forward and step(). Put forward, backward and step into the same block."
-            )
+        close(grads)
         return grads
 
     def _refuse_behind(self) -> None:
@@ -270,21 +247,3 @@ def clipped_of(
                 "Remove such statistics (samplewise.dp.fix replaces those of torch's norms), or do not save them in the model."
             )
     return clipped(grads, bounds, groups=groups, eps=eps)
-
-
-class _Opens:
-    """The hook on the modules of a private model; a copy of the model, or one loaded from a file, is an ordinary model."""
-
-    def __init__(self, session: Session | None = None):
-        self._session = None if session is None else weakref.ref(session)
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        session = None if self._session is None else self._session()
-        if session is not None:
-            session.entered(module, args, kwargs)
-
-    def __deepcopy__(self, memo: Any) -> "_Opens":
-        return _Opens()
-
-    def __reduce__(self) -> tuple:
-        return _Opens, ()
