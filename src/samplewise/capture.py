@@ -8,30 +8,27 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._pytree import tree_leaves
 
 from samplewise.choice import captured_parameters
 from samplewise.errors import SamplewiseError, UnattributedError
 from samplewise.factors.base import Factor
-from samplewise.factors.norms import Norms
-from samplewise.factors.total import join
 from samplewise.flow.call import tensors_in
 from samplewise.intercept import Intercept
 from samplewise.losses import check_loss, check_reduction
-from samplewise.marks import Marks
+from samplewise.marked import MarkedBatch
 from samplewise.plan import Rates
 from samplewise.planner import Planner, device_of
 from samplewise.samples import Layout, Lost, Mark, Mixed
 from samplewise.second import SecondPass
 from samplewise.sight import close_eyes, open_eyes
-from samplewise.tap import Guard, Note, Targets
+from samplewise.tap import Guard, Targets
+from samplewise.uses import Uses
 from samplewise.watching import Watch
 from samplewise.weights import Weights
 
 
-class Capture:
+class Capture(MarkedBatch, Uses):
     """Records, for each captured parameter, one factor a use; the arguments are those of `opening.capture`."""
 
     def __init__(
@@ -64,16 +61,10 @@ class Capture:
                 "Capture the module that it was scripted from."
             )
         self.model = model
-        if sample_ids is not None:
-            sample_ids = checked_ids(sample_ids)
-            batch_size = max(batch_size or 0, int(sample_ids.max()) + 1 if len(sample_ids) else 0)
-        self.batch_size, self.batch_dim, self.loss_reduction = batch_size, batch_dim, loss_reduction
-        self.sample_ids = sample_ids
-        self.verify, self.keep = verify, keep
+        self.loss_reduction, self.verify = loss_reduction, verify
         self.parameters, self._aliases = captured_parameters(model, params, exclude)
-        self._planner = Planner(memory, plan, rates, device_of(self.parameters))
-        self.marks: Marks[Mark] = Marks()
-        self.constants: Marks[bool] = Marks()
+        MarkedBatch.__init__(self, batch_size, batch_dim, sample_ids)
+        Uses.__init__(self, Planner(memory, plan, rates, device_of(self.parameters)), keep)
         for module in self._modules:
             for t in (*module._buffers.values(), *module._parameters.values()):
                 if t is not None and not t.requires_grad:
@@ -92,13 +83,8 @@ class Capture:
                 "parameter out: capture(model, exclude=[...])."
             )
         self.weights = Weights(self.parameters, self.anchor_node)
-        self._factors: dict[str, list[Factor]] = {}
-        self.notes: dict[str, list[Note]] = {}
-        """How the uses of each parameter were understood."""
-        self._versions: dict[str, list[tuple[Tensor, int]]] = {}
         self.guard: Guard | None = None
         """Who is stricter about losses than a capture must be."""
-        self._scale: float | None = None
         self._takes_each = False
         """Whether backward starts from one loss a sample, so that there is no reduction to check."""
         self._losses: Tensor | None = None
@@ -193,6 +179,18 @@ class Capture:
             return False  # a checkpoint that runs forward again during backward
         return self._intercept is None or not self._intercept.is_paused
 
+    def _refuse_strange(self, inputs: list[Tensor]) -> None:
+        if inputs and self._factors and torch.is_grad_enabled():
+            raise UnattributedError(
+                "the model was called on new inputs after a backward. One capture holds one batch: open one for each "
+                "micro-batch and add up what they answer."
+            )
+        if self._outermost is not self.model and any(self.constants.get(t) is False for t in inputs):
+            raise UnattributedError(
+                "a part of the model was called on something computed inside the block from a tensor of which it is not "
+                "known where its samples lie. Mark that tensor first, grads.mark(tensor), or call the whole model."
+            )
+
     def _guard_parameters(self) -> None:
         """An ordinary gradient on its way to a captured parameter is a use that was not seen."""
         thread = threading.get_ident()
@@ -221,92 +219,6 @@ class Capture:
         finally:
             for mode in watching:
                 mode.is_paused = False
-
-    # --- the batch ---------------------------------------------------------------------------------------------------
-
-    def mark(self, tensor: Tensor, *, batch_dim: int | None = None) -> Tensor:
-        """`tensor`, known from now on to hold the samples of the batch along `batch_dim`.
-
-        For data that reaches the parameters in another way than as an argument of the model.
-        """
-        dim = self.batch_dim if batch_dim is None else batch_dim
-        size = tensor.shape[dim]
-        if self.batch_size is None:
-            self.batch_size = size
-        if size != self.num_rows:
-            raise UnattributedError(
-                f"a tensor {tuple(tensor.shape)} was marked along dimension {dim}, but the batch has {self.num_rows} rows."
-            )
-        if self.sample_ids is None:
-            layout = Layout.along(dim, ndim=tensor.ndim, num_samples=size)
-        else:
-            shape = [1] * tensor.ndim
-            shape[dim] = size
-            layout = Layout(self.sample_ids.reshape(shape), self.batch_size)
-        self.marks.set(tensor, layout)
-        return tensor
-
-    @property
-    def num_rows(self) -> int | None:
-        """How many rows the batch has: one a sample, unless sample ids say otherwise."""
-        return self.batch_size if self.sample_ids is None else len(self.sample_ids)
-
-    def mark_inputs(self, args: tuple, kwargs: dict) -> None:
-        """Marks the tensors among these arguments of the model that have as many rows as the batch."""
-        leaves = []
-        for leaf in tree_leaves((args, kwargs), is_leaf=lambda a: isinstance(a, PackedSequence)):
-            if isinstance(leaf, PackedSequence):
-                self._mark_packed(leaf)
-            elif isinstance(leaf, Tensor):
-                leaves.append(leaf)
-        inputs = [t for t in leaves if self.marks.get(t) is None and self.weights.get(t) is None]
-        dim = self.batch_dim
-        if self.batch_size is None and not torch.is_grad_enabled():
-            return  # nothing is captured here, so this need not be the batch
-        if inputs and self._factors and torch.is_grad_enabled():
-            raise UnattributedError(
-                "the model was called on new inputs after a backward. One capture holds one batch: open one for each "
-                "micro-batch and add up what they answer."
-            )
-        if self._outermost is not self.model and any(self.constants.get(t) is False for t in inputs):
-            raise UnattributedError(
-                "a part of the model was called on something computed inside the block from a tensor of which it is not "
-                "known where its samples lie. Mark that tensor first, grads.mark(tensor), or call the whole model."
-            )
-        sizes = {t.shape[dim] for t in inputs if t.ndim > dim}
-        if self.batch_size is None:
-            sizes = sizes - {1} or sizes  # a lone 1 among others is broadcast over the batch
-            if len(sizes) > 1:
-                raise UnattributedError(
-                    f"the model's inputs have sizes {sorted(sizes)} along dimension {dim}, so the batch size is not clear. "
-                    "Give it: capture(model, batch_size=...); inputs of another size are then shared by all samples."
-                )
-            if not sizes:
-                raise UnattributedError(
-                    "the model was called without a tensor from which the batch size could be read. "
-                    "Give it, capture(model, batch_size=...), and mark the data: grads.mark(tensor)."
-                )
-            (self.batch_size,) = sizes
-        elif inputs and self.num_rows not in sizes and len(inputs) == len(leaves) and torch.is_grad_enabled():
-            raise UnattributedError(
-                f"the batch has {self.num_rows} rows, but no input of this call has that size along dimension {dim} "
-                f"(found {sorted(sizes)}). One capture holds one batch."
-            )
-        for t in inputs:
-            if t.ndim > dim and t.shape[dim] == self.num_rows:
-                self.mark(t)
-
-    def _mark_packed(self, sequences: PackedSequence) -> None:
-        """Each row of packed sequences belongs to the sequence that it came from, counted in the caller's order."""
-        sizes = sequences.batch_sizes.tolist()
-        order = torch.arange(sizes[0], device="cpu") if sequences.sorted_indices is None else sequences.sorted_indices.cpu()
-        if self.batch_size is None:
-            self.batch_size = sizes[0]
-        if self.batch_size != sizes[0]:
-            raise UnattributedError(f"the batch has {self.batch_size} samples, but {sizes[0]} sequences were packed.")
-        ids = torch.cat([order[:size] for size in sizes])
-        shape = [-1] + [1] * (sequences.data.ndim - 1)
-        self.marks.set(sequences.data, Layout(ids.reshape(shape), self.batch_size))
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
@@ -350,13 +262,6 @@ class Capture:
                     mark, num_samples=self.batch_size or 0, loss_reduction=self.loss_reduction, is_weighted=is_weighted
                 )
 
-    def _set_scale(self, scale: float) -> None:
-        if self._scale not in (None, scale):
-            raise SamplewiseError(
-                'loss.backward() with loss_reduction="mean" and grads.backward(losses) met in one capture.'
-            )
-        self._scale = scale
-
     def deliver(self, targets: Targets, factor: Factor) -> None:
         """Takes the factor of one use."""
         if not self._is_open:
@@ -366,35 +271,7 @@ class Capture:
         if self._second is not None:
             self._second.take(targets, factor)
             return
-        if self._scale is None:
-            self._set_scale(float(self.batch_size or 0) if self.loss_reduction == "mean" else 1.0)
-        for name, pull in targets:
-            uses, factor_of_root = self._factors.setdefault(name, []), pull(factor)
-            if uses and isinstance(uses[0], Norms):
-                raise SamplewiseError(
-                    f"another gradient of {name!r} came after its norms had been taken (a second backward, or a reentrant "
-                    f'checkpoint?), and norms do not add up. Leave out keep="{self.keep}".'
-                )
-            keeps_norms = self.keep != "gradients"
-            uses.append(factor_of_root if keeps_norms else self._planner.settled(name, factor_of_root))
-            if keeps_norms and len(uses) == len(self.notes[name]):  # every use that forward saw
-                whole = join(uses)
-                uses[:] = [Norms(self._planner.sq_norms(name, whole), shape=whole.shape)]
-            self._versions[name] = [(t, t._version) for use in uses for t in use.tensors()]
-
-    def note(self, targets: Targets, use: Note) -> None:
-        for name, _ in targets:
-            self.notes.setdefault(name, []).append(use)
-
-
-def checked_ids(sample_ids: Tensor) -> Tensor:
-    """Sample ids as a vector on the CPU."""
-    if sample_ids.is_floating_point() or sample_ids.ndim != 1 or bool((sample_ids < 0).any()):
-        raise ValueError(
-            f"sample_ids is a vector with the number of its sample, from 0 on, for each row; got {tuple(sample_ids.shape)} of "
-            f"{sample_ids.dtype}"
-        )
-    return sample_ids.detach().cpu().long()
+        self._keep_use(targets, factor, default_scale=float(self.batch_size or 0) if self.loss_reduction == "mean" else 1.0)
 
 
 def unseen(names: Iterable[str]) -> str:

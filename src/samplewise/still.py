@@ -17,8 +17,7 @@ from samplewise.inside import Insides
 DROPOUT = set("dropout alpha_dropout feature_dropout feature_alpha_dropout native_dropout".split())
 NOISE = {
     "rand": 0.5, "rand_like": 0.5, "randn": 0.0, "randn_like": 0.0, "normal": 0.0, "bernoulli": 1.0, "uniform": 0.5,
-    "exponential": 1.0, "geometric": 1.0, "cauchy": 0.0, "log_normal": 1.0, "randint": 0, "randint_like": 0, "random": 0,
-    "poisson": 1.0, "binomial": 1.0,
+    "exponential": 1.0, "geometric": 1.0, "cauchy": 0.0, "log_normal": 1.0, "random": 0, "poisson": 1.0, "binomial": 1.0,
 }  # fmt: skip
 """What a random number is replaced by, so that it does not depend on how many are drawn."""
 
@@ -39,6 +38,9 @@ class Still(TorchFunctionMode):
             out = func(*args, **kwargs)
             with torch.no_grad():
                 return out.fill_(NOISE[name]) if isinstance(out, Tensor) else out
+        if name in ("randint", "randint_like"):
+            out = func(*args, **kwargs)
+            return out.fill_(_lowest(name, args, kwargs))
         if name == "multinomial":
             return args[0].topk(args[1], dim=-1).indices
         if name == "rrelu":
@@ -58,6 +60,16 @@ class Still(TorchFunctionMode):
                 Tensor.contiguous
             )  # torch 2.15's backward on the CPU is wrong for some strides of the gradient
         return out
+
+
+def _lowest(name: str, args: tuple, kwargs: dict[str, Any]) -> int:
+    """The least number that randint(high, size), randint(low, high, size) or randint_like(t, [low,] high) gives.
+
+    >>> _lowest("randint", (9, (2,)), {}), _lowest("randint", (1, 9, (2,)), {}), _lowest("randint", (1,), {"high": 9, "size": (2,)})
+    (0, 1, 1)
+    """
+    bounds = [a for a in args[name == "randint_like" :] if isinstance(a, int)]
+    return kwargs.get("low", bounds[0] if len(bounds) + ("high" in kwargs) > 1 else 0)
 
 
 @contextmanager

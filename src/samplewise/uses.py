@@ -1,0 +1,52 @@
+"""What backward brings to a capture: the factors of each parameter's uses, built, kept or reduced to norms as planned."""
+
+from torch import Tensor
+
+from samplewise.errors import SamplewiseError
+from samplewise.factors.base import Factor
+from samplewise.factors.norms import Norms
+from samplewise.factors.total import join
+from samplewise.planner import Planner
+from samplewise.tap import Note, Targets
+
+
+class Uses:
+    """The uses of each captured parameter, and what they are multiplied with."""
+
+    def __init__(self, planner: Planner, keep: str):
+        self._planner, self.keep = planner, keep
+        self._factors: dict[str, list[Factor]] = {}
+        self.notes: dict[str, list[Note]] = {}
+        """How the uses of each parameter were understood."""
+        self._versions: dict[str, list[tuple[Tensor, int]]] = {}
+        """Tensors that the factors read, and their versions when they came."""
+        self._scale: float | None = None
+
+    def _set_scale(self, scale: float) -> None:
+        if self._scale not in (None, scale):
+            raise SamplewiseError(
+                'loss.backward() with loss_reduction="mean" and grads.backward(losses) met in one capture.'
+            )
+        self._scale = scale
+
+    def _keep_use(self, targets: Targets, factor: Factor, *, default_scale: float) -> None:
+        """Takes the factor of one use to the parameters behind it."""
+        if self._scale is None:
+            self._set_scale(default_scale)
+        for name, pull in targets:
+            uses, factor_of_root = self._factors.setdefault(name, []), pull(factor)
+            if uses and isinstance(uses[0], Norms):
+                raise SamplewiseError(
+                    f"another gradient of {name!r} came after its norms had been taken (a second backward, or a reentrant "
+                    f'checkpoint?), and norms do not add up. Leave out keep="{self.keep}".'
+                )
+            keeps_norms = self.keep != "gradients"
+            uses.append(factor_of_root if keeps_norms else self._planner.settled(name, factor_of_root))
+            if keeps_norms and len(uses) == len(self.notes[name]):  # every use that forward saw
+                whole = join(uses)
+                uses[:] = [Norms(self._planner.sq_norms(name, whole), shape=whole.shape)]
+            self._versions[name] = [(t, t._version) for use in uses for t in use.tensors()]
+
+    def note(self, targets: Targets, use: Note) -> None:
+        for name, _ in targets:
+            self.notes.setdefault(name, []).append(use)
