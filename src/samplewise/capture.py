@@ -20,7 +20,7 @@ from samplewise.factors.total import join
 from samplewise.flow.call import tensors_in
 from samplewise.intercept import Intercept
 from samplewise.losses import check_loss, check_reduction
-from samplewise.marks import Marks
+from samplewise.marks import Marks, has_memory
 from samplewise.plan import Rates
 from samplewise.planner import Planner, device_of
 from samplewise.samples import Layout, Lost, Mark, Mixed
@@ -112,6 +112,8 @@ class Capture:
         """The number of autograd's first node in the present call of the model, or in the last one."""
         self._is_open = False
         self._was_entered = False
+        self._memory_written: frozenset[int] = frozenset()
+        """Memory that data was written into, when the block has ended."""
 
     # --- the block ---------------------------------------------------------------------------------------------------
 
@@ -137,6 +139,7 @@ class Capture:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         assert self._intercept is not None
         self._intercept.__exit__(kind, error, trace)
+        self._memory_written = self._intercept.marking.written
         self._losses = None
         self._intercept = None  # it holds this capture, and what that holds should be freed without a search for cycles
         self._is_open = False
@@ -341,14 +344,11 @@ class Capture:
             if mark is None and self.weights.is_data(loss):
                 mark = Lost("code that was not seen")
             check_loss(mark, None if self._takes_each else self.loss_reduction)
-            if self._takes_each:
-                continue
+            reduction = "sum" if self._takes_each else self.loss_reduction
             if self.guard is None:
-                check_reduction(mark, self.loss_reduction)
+                check_reduction(mark, reduction)
             elif torch._C._current_graph_task_id() == -1:  # not within a backward, by a checkpoint
-                self.guard.check(
-                    mark, num_samples=self.batch_size or 0, loss_reduction=self.loss_reduction, is_weighted=is_weighted
-                )
+                self.guard.check(mark, num_samples=self.batch_size or 0, loss_reduction=reduction, is_weighted=is_weighted)
 
     def _set_scale(self, scale: float) -> None:
         if self._scale not in (None, scale):
@@ -381,6 +381,10 @@ class Capture:
                 whole = join(uses)
                 uses[:] = [Norms(self._planner.sq_norms(name, whole), shape=whole.shape)]
             self._versions[name] = [(t, t._version) for use in uses for t in use.tensors()]
+
+    def took_in(self, t: Tensor) -> bool:
+        """Whether data of the batch was written into this tensor, or into its memory; asked after the block."""
+        return self.marks.get(t) is not None or (has_memory(t) and t.untyped_storage()._cdata in self._memory_written)
 
     def note(self, targets: Targets, use: Note) -> None:
         for name, _ in targets:

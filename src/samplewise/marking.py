@@ -27,6 +27,11 @@ class Marking:
         self._written: dict[int, tuple[StorageWeakRef, weakref.ref[Tensor]]] = {}
         """Memory that data was written into in place, and the tensor through which it was."""
 
+    @property
+    def written(self) -> frozenset[int]:
+        """The memory, as long as it is there, that data was written into in place."""
+        return frozenset(memory for memory, (storage, _) in self._written.items() if not storage.expired())
+
     def mark(self, call: Call) -> None:
         """Marks the results of an op on data."""
         if call.name == "setitem":
