@@ -345,9 +345,11 @@ class Capture:
                 mark = Lost("code that was not seen")
             check_loss(mark, None if self._takes_each else self.loss_reduction)
             reduction = "sum" if self._takes_each else self.loss_reduction
-            if self.guard is None:
+            if self.guard is None and not self._takes_each:
                 check_reduction(mark, reduction)
-            elif torch._C._current_graph_task_id() == -1:  # not within a backward, by a checkpoint
+            elif (
+                self.guard is not None and torch._C._current_graph_task_id() == -1
+            ):  # not within a backward, by a checkpoint
                 self.guard.check(mark, num_samples=self.batch_size or 0, loss_reduction=reduction, is_weighted=is_weighted)
 
     def _set_scale(self, scale: float) -> None:

@@ -58,8 +58,8 @@ def refuse_dependence(
         if k is not None:
             raise SamplewiseError(
                 f"the gradient of sample {k + 1} of the batch has {_words(whole[k])}, and {_words(again[k])} when the same batch "
-                "is run again: loss_fn draws random numbers that cannot be held still (Python's or NumPy's by rows or of a generator of "
-                "their own, torch's gamma), so that it cannot be tried whether what it gives a sample depends on the others. Draw "
+                "is run again: loss_fn draws random numbers that cannot be held still (Python's or NumPy's by rows or of a generator "
+                "of their own, torch's gamma), so that it cannot be tried whether what it gives a sample depends on the others. Draw "
                 "them by torch.rand, randn, randint, bernoulli or dropout, or in the data set; or write the loop with backward and "
                 "step(), where this is not tried."
             )
