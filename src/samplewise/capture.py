@@ -17,6 +17,7 @@ from samplewise.flow.call import tensors_in
 from samplewise.intercept import Intercept
 from samplewise.losses import check_loss, check_reduction
 from samplewise.marked import MarkedBatch
+from samplewise.marks import has_memory
 from samplewise.plan import Rates
 from samplewise.planner import Planner, device_of
 from samplewise.samples import Layout, Lost, Mark, Mixed
@@ -98,6 +99,8 @@ class Capture(MarkedBatch, Uses):
         """The number of autograd's first node in the present call of the model, or in the last one."""
         self._is_open = False
         self._was_entered = False
+        self._memory_written: frozenset[int] = frozenset()
+        """Memory that data was written into, when the block has ended."""
 
     # --- the block ---------------------------------------------------------------------------------------------------
 
@@ -123,6 +126,7 @@ class Capture(MarkedBatch, Uses):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         assert self._intercept is not None
         self._intercept.__exit__(kind, error, trace)
+        self._memory_written = self._intercept.marking.written
         self._losses = None
         self._intercept = None  # it holds this capture, and what that holds should be freed without a search for cycles
         self._is_open = False
@@ -253,14 +257,12 @@ class Capture(MarkedBatch, Uses):
             if mark is None and self.weights.is_data(loss):
                 mark = Lost("code that was not seen")
             check_loss(mark, None if self._takes_each else self.loss_reduction)
-            if self._takes_each:
-                continue
-            if self.guard is None:
-                check_reduction(mark, self.loss_reduction)
-            elif torch._C._current_graph_task_id() == -1:  # not within a backward, by a checkpoint
-                self.guard.check(
-                    mark, num_samples=self.batch_size or 0, loss_reduction=self.loss_reduction, is_weighted=is_weighted
-                )
+            reduction = "sum" if self._takes_each else self.loss_reduction
+            is_outermost = torch._C._current_graph_task_id() == -1  # not within a backward, by a checkpoint
+            if self.guard is None and not self._takes_each:
+                check_reduction(mark, reduction)
+            elif self.guard is not None and is_outermost:
+                self.guard.check(mark, num_samples=self.batch_size or 0, loss_reduction=reduction, is_weighted=is_weighted)
 
     def deliver(self, targets: Targets, factor: Factor) -> None:
         """Takes the factor of one use."""
@@ -272,6 +274,10 @@ class Capture(MarkedBatch, Uses):
             self._second.take(targets, factor)
             return
         self._keep_use(targets, factor, default_scale=float(self.batch_size or 0) if self.loss_reduction == "mean" else 1.0)
+
+    def took_in(self, t: Tensor) -> bool:
+        """Whether data of the batch was written into this tensor, or into its memory; asked after the block."""
+        return self.marks.get(t) is not None or (has_memory(t) and t.untyped_storage()._cdata in self._memory_written)
 
 
 def unseen(names: Iterable[str]) -> str:

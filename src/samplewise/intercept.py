@@ -14,11 +14,12 @@ from samplewise.backwards import follow, followed_hook
 from samplewise.flow.call import Call, tensors_in
 from samplewise.flow.handlers import moves
 from samplewise.flow.memory import key_of
-from samplewise.flow.names import ELEMENTWISE, LOSSES, SCALING
+from samplewise.flow.names import CLASS_LOSSES, ELEMENTWISE, LOSSES, SCALING
 from samplewise.flow.routing import PATTERNS, ROUTING, routes
 from samplewise.inside import Insides
-from samplewise.kinds import Kind, kind_of
+from samplewise.kinds import SIZED_BY_VALUES, Kind, kind_of
 from samplewise.marking import Look, Marking
+from samplewise.marks import Marks
 from samplewise.meetings import Meetings
 from samplewise.ops.foreign import FOREIGN
 from samplewise.ops.registry import EXPANSIONS, RULES
@@ -58,12 +59,16 @@ class Intercept(TorchFunctionMode):
         self.marks, self.weights = recorder.marks, recorder.weights
         self.is_paused = False
         self.marking, self.insides = Marking(recorder), Insides()
+        self.sized: Marks[Mark] = Marks()
+        """Tensors cut to size by values of samples, outside of a model that is guarded, and the marks of those values."""
         self.alike = Alike(recorder, self.marking)
         self.meetings = Meetings(recorder, self.marking, self)
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kind = kind_of(func)
         if kind.is_question or self.is_paused:
+            if kind.asks_size and self.sized.entries and not self.is_paused:
+                self._asked(kind.name, args[0])
             return func(*args, **kwargs) if kwargs else func(*args)
         if self.recorder.guard is not None:
             return self._guarded(self.recorder.guard, kind, func, args, kwargs or {})
@@ -133,10 +138,12 @@ class Intercept(TorchFunctionMode):
         since, values = torch.autograd._get_sequence_nr(), (*args, *kwargs.values())
         if not self.recorder.is_inside:
             guard.met(tensors_in(values))
+            weighs_classes = kind.name in CLASS_LOSSES or kind.name in LOSSES  # by what comes after outputs and targets
+            self._mark_of_batch(guard, tensors_in(args[:2] if weighs_classes else values))
         if kind.is_reading or kind.name in SCALING:
             numbers = [float(a) for a in values if isinstance(a, int | float)]
             for t in tensors_in(values):
-                mark = self.marks.get(t)
+                mark = self.sized.get(t) or self.marks.get(t)
                 if mark is not None and kind.is_reading:
                     guard.read(kind.name, mark, is_inside=self.recorder.is_inside)
                 elif mark is not None and t.requires_grad and numbers:
@@ -144,7 +151,41 @@ class Intercept(TorchFunctionMode):
         out = self._taken(kind, func, args, kwargs)
         if isinstance(func, CustomFunction):
             guard.saw(since)
+        if not self.recorder.is_inside:
+            self._note_size(kind.name, args, values, out)
         return out
+
+    def _mark_of_batch(self, guard: Guard, tensors: list[Tensor]) -> None:
+        """Marks tensors from outside that came with the batch: they were moved or converted before the model was called."""
+        rows, dim = self.recorder.num_rows, self.recorder.batch_dim
+        for t in tensors:
+            if self.marks.get(t) is not None or self.recorder.constants.get(t) is not None or t.requires_grad:
+                continue
+            if self.weights.is_known(t) or self.marking.alias(t) is not None or not guard.is_of_batch(t):
+                continue
+            has_rows = rows is not None and rows > 1 and t.ndim > dim and t.shape[dim] == rows
+            if has_rows and not (t.layout is torch.strided and t.stride(dim) == 0):
+                self.recorder.mark(t)
+
+    def _note_size(self, name: str, args: tuple, values: tuple, out: Any) -> None:
+        """Notes results that have a size by values of samples, or are made of such."""
+        by: Mark | None = None
+        if name in SIZED_BY_VALUES:
+            by = next((mark for t in tensors_in(values) if (mark := self.marks.get(t)) is not None), None)
+        elif name == "getitem":
+            masks = [t for t in tensors_in(args[1:]) if t.dtype in (torch.bool, torch.uint8)]
+            by = next((mark for t in masks if (mark := self.marks.get(t)) is not None), None)
+        if by is None and self.sized.entries:
+            by = next((mark for t in tensors_in(values) if (mark := self.sized.get(t)) is not None), None)
+        if by is not None:
+            for t in tensors_in((out,)):
+                self.sized.set(t, by)
+
+    def _asked(self, name: str, t: Any) -> None:
+        """Tells the guard that a number was read which follows values of samples: how many rows a mask left."""
+        mark = self.sized.get(t) if isinstance(t, Tensor) and t.ndim else None
+        if mark is not None and self.recorder.guard is not None:
+            self.recorder.guard.read(name, mark, is_inside=self.recorder.is_inside)
 
     def _simple(self, kind: Kind, func: Callable, args: tuple, kwargs: dict, look: Look, key: Any) -> Any:
         """Runs an op on data, captured parameters and known constants; NotImplemented if more must be known to understand it."""

@@ -26,10 +26,17 @@ FOLLOWED = {"register_hook", "deepcopy", "as_subclass"}
 
 READING = {
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__bool__, Tensor.__int__, Tensor.__float__,
-    Tensor.__index__, Tensor.__complex__, Tensor.__contains__, Tensor.is_nonzero, Tensor.equal, Tensor.allclose,
+    Tensor.__index__, Tensor.__complex__, Tensor.__dlpack__, Tensor.__contains__, Tensor.is_nonzero, Tensor.equal, Tensor.allclose,
     torch.is_nonzero, torch.equal, torch.allclose,
 }  # fmt: skip
 """Functions that give values of a tensor to Python."""
+
+
+SIZES = set("shape size len numel nelement nbytes stride".split())
+"""Questions whose answers are numbers that follow the values, for tensors that were cut to size by values."""
+
+SIZED_BY_VALUES = set("nonzero argwhere masked_select unique unique_consecutive bincount repeat_interleave".split())
+"""Ops whose results have as many rows as values say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,8 @@ class Kind:
     """Whether it is opaque and needs no thought at all."""
     is_reading: bool
     """Whether it is in READING."""
+    asks_size: bool
+    """Whether it is in SIZES."""
     has_inside: bool
     """Whether it is a function of torch written in Python, which is looked into."""
     is_alike: bool
@@ -59,4 +68,4 @@ def kind_of(func: Callable) -> Kind:
     is_question = is_opaque and name not in FOLLOWED and not is_reading
     has_inside = without_override(func) is not None and func not in ENGINE
     is_alike = not is_opaque and (has_inside or (flows_by_shapes(name) and not is_in_place(func)))
-    return Kind(name, is_opaque, is_question, is_reading, has_inside, is_alike)
+    return Kind(name, is_opaque, is_question, is_reading, is_opaque and name in SIZES, has_inside, is_alike)

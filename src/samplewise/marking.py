@@ -27,6 +27,11 @@ class Marking:
         self._written: dict[int, tuple[StorageWeakRef, weakref.ref[Tensor]]] = {}
         """Memory that data was written into in place, and the tensor through which it was."""
 
+    @property
+    def written(self) -> frozenset[int]:
+        """The memory, as long as it is there, that data was written into in place."""
+        return frozenset(memory for memory, (storage, _) in self._written.items() if not storage.expired())
+
     def mark(self, call: Call) -> None:
         """Marks the results of an op on data."""
         if call.name == "setitem":
@@ -73,6 +78,10 @@ class Marking:
     def _set(self, t: Tensor, mark: Mark, *, in_place: bool) -> None:
         """Marks `t`; writing other samples into it leaves it open what tensors that share its memory hold."""
         if in_place and not same_samples(mark, self.marks.get(t)):
+            if self.recorder.guard is not None and isinstance(self.marks.get(t), Layout) and not isinstance(mark, Layout):
+                self.recorder.guard.hid(
+                    "a write of several samples into the place of one", is_inside=self.recorder.is_inside
+                )
             of_base = _layout_of_base(t, mark)
             for other in self.marks.sharing(t):
                 if other is not t._base or not same_samples(of_base, self.marks.get(other)):

@@ -49,6 +49,10 @@ class Guard(Protocol):
     def saw(self, since: int) -> None:
         """All nodes of autograd from this number on were made in sight."""
 
+    def is_of_batch(self, t: Tensor) -> bool:
+        """Whether a tensor from outside with a row a sample came with the batch, as labels that were moved to another device."""
+        ...
+
     def met(self, tensors: list[Tensor]) -> None:
         """An op outside of the model, or the model itself, takes these."""
 
@@ -70,6 +74,10 @@ class Recorder(Protocol):
     """A leaf that every tap and gate hangs on, so that results need a gradient although the weights under them do not."""
     anchor_node: Any
     guard: Guard | None
+
+    @property
+    def num_rows(self) -> int | None: ...
+    def mark(self, tensor: Tensor) -> Tensor: ...
 
     @property
     def is_inside(self) -> bool:

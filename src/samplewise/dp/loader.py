@@ -20,6 +20,7 @@ class Listener(Protocol):
     """Hears what the loader hands out."""
 
     def received(self, part: Part, batch: Any) -> None: ...
+    def completed(self) -> None: ...
     def ended(self) -> None: ...
 
 
@@ -142,6 +143,7 @@ class PoissonLoader:
         self._iteration += 1
         mine = self._iteration
         parts: deque[Part] = deque()
+        self._tell(None)  # an older iteration, if one was left alive within a draw, ends here
         try:
             for batch in self._batches(self.position, parts):
                 if self._iteration != mine:
@@ -154,6 +156,8 @@ class PoissonLoader:
                 self._tell(part, batch)
                 yield batch
                 self.position = part.draw + part.is_last
+            if (listener := self._heard_by()) is not None:
+                listener.completed()
             self.epoch, self.position = self.epoch + 1, 0
         except GeneratorExit:
             if self._iteration == mine:
@@ -202,9 +206,12 @@ class PoissonLoader:
         yield from DataLoader(self.dataset, batch_sampler=_Given(drawn), collate_fn=self._collate, **self._options)
 
     def _tell(self, part: Part | None, batch: Any = None) -> None:
-        listener = None if self._listener is None else self._listener()
+        listener = self._heard_by()
         if listener is not None:
             listener.ended() if part is None else listener.received(part, batch)
+
+    def _heard_by(self) -> Listener | None:
+        return None if self._listener is None else self._listener()
 
 
 class _Given:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from samplewise.errors import SamplesMixError, SamplewiseError
+from samplewise.marks import Marks
 from samplewise.samples import Layout, Mark, Mixed, Term
 from samplewise.sight import function_of
 
@@ -23,6 +24,17 @@ class Scales:
     """{factor of a sum: sizes of the batches that had it}."""
     last: tuple[int, tuple[float, ...]] = (0, ())
     """The size of the batch before, and all numbers that its losses were multiplied with."""
+
+    outside: Marks[int] = field(default_factory=Marks)
+    """Tensors from outside that losses were made of, and the batch in which each was met first."""
+    num_batches: int = 0
+
+    def is_new(self, t: Tensor) -> bool:
+        """Whether the tensor was in no loss of an earlier batch."""
+        first = self.outside.get(t)
+        if first is None:
+            self.outside.set(t, self.num_batches)
+        return first in (None, self.num_batches)
 
     def is_known(self, factor: float, size: int) -> bool:
         """Whether a sum over a batch of another size had this factor, so that the size is not where it comes from."""
@@ -65,6 +77,7 @@ class Strict:
 
     def __init__(self, scales: Scales):
         self._scales = scales
+        scales.num_batches += 1
         self._read: str | None = None
         self._hidden: str | None = None
         self._is_read_inside = False
@@ -95,6 +108,9 @@ class Strict:
 
     def saw(self, since: int) -> None:
         self._seen.append((since, torch.autograd._get_sequence_nr()))
+
+    def is_of_batch(self, t: Tensor) -> bool:
+        return self._scales.is_new(t)
 
     def met(self, tensors: list[Tensor]) -> None:
         found = [f for f in map(function_of, tensors) if f is not None]

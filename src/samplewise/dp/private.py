@@ -106,6 +106,7 @@ def make_private(
     if loss_reduction not in ("mean", "sum"):
         raise ValueError(f'loss_reduction is "mean" or "sum", got {loss_reduction!r}')
     _refuse(model, optimizer, options)
+    _refuse_shared(optimizer)
     how, groups = _clipping(clipping, groups, max_grad_norm)
     if not isinstance(loader, PoissonLoader):
         loader = PoissonLoader.of(
@@ -161,6 +162,18 @@ def _refuse(model: nn.Module, optimizer: Optimizer, options: Mapping[str, Any]) 
         )
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         raise SamplewiseError("make_private works in one process: with several, noise and account would be each one's own.")
+
+
+def _refuse_shared(optimizer: Optimizer) -> None:
+    """Raises if a parameter of this optimizer is in another private one, by way of another model."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for session in (ref() for ref in list(PRIVATE.values())):
+        shared = [] if session is None else [name for name, p in session.parameters.items() if id(p) in held]
+        if shared:
+            raise SamplewiseError(
+                f"parameter {shared[0]!r} is trained privately already by another optimizer, of another model that has it too: each "
+                "would miss the other's steps. Train it by one."
+            )
 
 
 def _parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -36,6 +36,8 @@ class Session:
         self._tensors: list[weakref.ref[Tensor]] = []
         self._is_behind = False
         """Whether a batch was handed out before the one before it was stepped on."""
+        self._trains = False
+        """Whether this iteration over the loader had a forward with gradients, or a step."""
         self.grads: Grads | None = None
         self._whole: Clipped | None = None
         """What a step taken as a whole (`run`) gave for the batch, in place of a capture."""
@@ -75,10 +77,19 @@ class Session:
         self.part, self._buffers = part, Buffers(self.model)
         self._tensors = [weakref.ref(t) for t in tree_leaves(batch) if isinstance(t, Tensor)]
 
+    def completed(self) -> None:
+        """The last batch of an epoch was done with."""
+        if self.part is not None and self._trains:
+            raise SamplewiseError(
+                "the last batch of the epoch was left without optimizer.step(), in a loop that trains: steps that are left out by a "
+                "look at the data are not private. Call step() for every batch, also for an empty one; to look at data alone, use "
+                "torch.no_grad()."
+            )
+
     def ended(self) -> None:
         """The iteration over the loader is over, or was left: what was not stepped on is dropped, and costs nothing."""
         self._close()
-        self.part, self._is_behind, self._whole = None, False, None
+        self.part, self._is_behind, self._whole, self._trains = None, False, None, False
         self.drop()
 
     # --- what the model says -----------------------------------------------------------------------------------------
@@ -88,6 +99,7 @@ class Session:
         if self.grads is not None or self.part is None or self._is_running or not torch.is_grad_enabled():
             return
         self._refuse_behind()
+        self._trains = True
         if self.draw is None:
             self._trainable = self.trainable()
         grads = capture(
@@ -171,6 +183,7 @@ class Session:
                 "iterator)."
             )
         self._refuse_behind()
+        self._trains = True
         self._refuse_foreign_gradients()
         if part.num_samples and self._whole is None and (self.grads is None or not len(self.grads)):
             raise SamplewiseError(
@@ -240,10 +253,11 @@ def clipped_of(
     model: nn.Module, grads: Grads, bounds: Mapping[str, Bound], groups: Groups | None, eps: float | None
 ) -> Clipped:
     """The one place where gradients of a private model are asked for."""
-    for name, buffer in model.named_buffers():
-        if grads.marks.get(buffer) is not None:
+    kept = [("buffer", *named) for named in model.named_buffers()]
+    for kind, name, t in (*kept, *(("parameter", *named) for named in model.named_parameters())):
+        if grads.took_in(t):
             raise SamplewiseError(
-                f"buffer {name!r} took in values of the batch in forward: it would carry them without clipping and noise. "
+                f"{kind} {name!r} took in values of the batch in forward: it would carry them without clipping and noise. "
                 "Remove such statistics (samplewise.dp.fix replaces those of torch's norms), or do not save them in the model."
             )
     return clipped(grads, bounds, groups=groups, eps=eps)

@@ -71,3 +71,4 @@ LOSSES = set(
     "soft_margin_loss poisson_nll_loss triplet_margin_loss cosine_embedding_loss margin_ranking_loss hinge_embedding_loss "
     "multi_margin_loss multilabel_margin_loss pairwise_distance".split()
 )
+CLASS_LOSSES = set("cross_entropy cross_entropy_loss nll_loss nll_loss_nd".split())
