@@ -9,8 +9,9 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 demo: .venv/cli
 	$(BIN)/samplewise demo
 
+# One process a core, each with one thread.
 test: lint
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto
 
 # All cases of the table are traced, not a third of each family.
 test-all: lint

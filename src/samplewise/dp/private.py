@@ -18,7 +18,7 @@ from samplewise.dp.optimizer import PrivateOptimizer, privatized, refuse_optimiz
 from samplewise.dp.privacy import Bounds, Budget, Privacy
 from samplewise.dp.session import Session
 from samplewise.dp.validation import validate
-from samplewise.dp.watched import is_watched, watch
+from samplewise.dp.watched import is_watched, sharing, watch
 from samplewise.dp.whole import Whole
 from samplewise.errors import SamplewiseError
 from samplewise.losses import LossFn
@@ -166,14 +166,12 @@ def _refuse(model: nn.Module, optimizer: Optimizer, options: Mapping[str, Any]) 
 
 def _refuse_shared(optimizer: Optimizer) -> None:
     """Raises if a parameter of this optimizer is in another private one, by way of another model."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for session in (ref() for ref in list(PRIVATE.values())):
-        shared = [] if session is None else [name for name, p in session.parameters.items() if id(p) in held]
-        if shared:
-            raise SamplewiseError(
-                f"parameter {shared[0]!r} is trained privately already by another optimizer, of another model that has it too: each "
-                "would miss the other's steps. Train it by one."
-            )
+    shared = sharing(p for group in optimizer.param_groups for p in group["params"])
+    if shared:
+        raise SamplewiseError(
+            f"parameter {shared[0]!r} is trained privately already by another optimizer, of another model that has it too: each "
+            "would miss the other's steps. Train it by one."
+        )
 
 
 def _parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -1,13 +1,17 @@
 """The models that are trained privately: hooks on their modules tell a session of their calls."""
 
 import weakref
+from collections.abc import Iterable
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 
 class Hears(Protocol):
     """What is told of calls, as `session.Session` is."""
+
+    parameters: dict[str, Tensor]
+    """What it trains."""
 
     def entered(self, module: nn.Module, args: tuple, kwargs: dict) -> None: ...
 
@@ -25,6 +29,13 @@ def watch(model: nn.Module, hears: Hears) -> None:
 def is_watched(model: nn.Module) -> bool:
     """Whether the model is trained privately already."""
     return model in _WATCHED and _WATCHED[model]() is not None
+
+
+def sharing(parameters: Iterable[Tensor]) -> list[str]:
+    """The names of those parameters that are trained privately already, of whatever model."""
+    asked = {id(p) for p in parameters}
+    trained = [hears.parameters for ref in list(_WATCHED.values()) if (hears := ref()) is not None]
+    return [name for of_model in trained for name, p in of_model.items() if id(p) in asked]
 
 
 class _Opens:
