@@ -362,7 +362,7 @@ CALLS = {
 }
 
 
-OPS = {call()[0] for call in CALLS.values()}
+OPS = list(dict.fromkeys(call()[0] for call in CALLS.values()))
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op._name)
