@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import Fn
 from torch import nn
 
 import samplewise as sw
@@ -18,19 +19,6 @@ from samplewise.testing import oracle, relative_error, run_capture
 
 B, T, D = 4, 6, 5
 RATES = Rates(small=1e9, large=1e9, memory=1e10)
-
-
-class Fn(nn.Module):
-    """A model whose forward is a function of itself and its inputs."""
-
-    def __init__(self, function, **parts):
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, *inputs):
-        return self.function(self, *inputs)
 
 
 def rows(model, *inputs):

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import Fn
 from torch import nn
 
 import samplewise as sw
@@ -19,19 +20,6 @@ from samplewise.samples import Layout, one_each
 from samplewise.testing import oracle, relative_error, run_capture
 
 B, D = 4, 5
-
-
-class Fn(nn.Module):
-    """A model whose forward is a function of itself and its inputs."""
-
-    def __init__(self, function, **parts):
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, *inputs):
-        return self.function(self, *inputs)
 
 
 def rows(model, *inputs):
