@@ -1,5 +1,6 @@
 """What the compiler does not see for itself in a step's graph: which results are better kept than computed again."""
 
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -51,9 +52,9 @@ def keep_sums(graph: Graph) -> None:
     21 for a Llama of 1B parameters at B4 T2048. A sum that takes more than its terms (the logits in float32) is not kept.
     """
     order = {node: k for k, node in enumerate(graph.nodes)}
-    writes = _last_writes(graph, order)
+    written = _written(graph)
     for node in list(graph.nodes):
-        if not _is_elementwise(node) or _num_bytes(node) < LARGE or writes.get(_memory_of(node), -1) >= 0:
+        if not _is_elementwise(node) or _num_bytes(node) < LARGE or _memory_of(node) in written:
             continue
         uses = _uses(node, order)
         if max(uses) - min(uses) < FAR:
@@ -107,39 +108,33 @@ def _memory_of(node: Node) -> Node:
     return node
 
 
-def _last_writes(graph: Graph, order: dict[Node, int]) -> dict[Node, int]:
-    """{node: when what it gave is last written to}."""
-    return {_memory_of(node): order[node] for node in graph.nodes if _is_in_place(node)}
+def _written(graph: Graph) -> set[Node]:
+    """The nodes whose results are written to by others."""
+    return {_memory_of(node) for node in graph.nodes if _is_in_place(node)}
 
 
 def _sources(node: Node) -> set[Node]:
     """The results in memory that an elementwise op is computed from."""
-    found, seen, to_look_at = set(), {node}, [node]
-    while to_look_at:
-        reads = to_look_at.pop()
-        for t in reads.all_input_nodes:
-            if t in seen:
-                continue
-            seen.add(t)
-            if _is_elementwise(t) or _is_view(t):
-                to_look_at.append(t)
-            else:
-                found.add(t)
-    return found
+    return _reached(node, lambda n: n.all_input_nodes, {node})
 
 
 def _uses(node: Node, order: dict[Node, int], but: Node | None = None) -> list[int]:
     """When a result is read, by itself or through what is fused into its readers; `but` and its readers do not count."""
     if node.op != "call_function":  # parameters and the batch stay
         return [len(order)]
-    uses, seen, to_look_at = [order[node]], {node, but}, [node]
+    return [order[node], *(order[user] for user in _reached(node, lambda n: n.users, {node, but}))]
+
+
+def _reached(node: Node, step: Callable[[Node], Iterable[Node]], seen: set[Node | None]) -> set[Node]:
+    """The first nodes that are neither elementwise nor views on all ways from here that pass none of `seen`."""
+    found, to_look_at = set(), [node]
     while to_look_at:
-        for user in to_look_at.pop().users:
-            if user in seen:
+        for n in step(to_look_at.pop()):
+            if n in seen:
                 continue
-            seen.add(user)
-            if _is_elementwise(user) or _is_view(user):
-                to_look_at.append(user)
+            seen.add(n)
+            if _is_elementwise(n) or _is_view(n):
+                to_look_at.append(n)
             else:
-                uses.append(order[user])
-    return uses
+                found.add(n)
+    return found
