@@ -94,8 +94,10 @@ def error_of(got: Tensor, expected: Tensor, scale: Tensor | None = None) -> floa
     return ((got.double() - expected.double()).abs() / scale.clamp(min=1e-30)).max().item()
 
 
-def sides(B: int, T: int, I: int, O: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.randn(B, T, I, device="cuda", dtype=dtype), torch.randn(B, T, O, device="cuda", dtype=dtype)
+def sides(B: int, T: int, I: int, O: int, dtype: torch.dtype, row: int | None = None) -> tuple[Tensor, Tensor]:
+    """a [B, T, I] and g [B, T, O], of which a row begins `row` numbers after the last."""
+    g = torch.randn(B, T, row or O, device="cuda", dtype=dtype)
+    return torch.randn(B, T, I, device="cuda", dtype=dtype), g[..., :O]
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -115,6 +117,7 @@ GRAM = [
     (16, 256, 3072, 768),
     (16, 256, 768, 50257),
     (16, 256, 768, 50304),  # rows of g aligned, as where a model pads its vocabulary
+    (16, 256, 768, 50257, 50304),  # or where the compiler pads rows
     (64, 197, 768, 3072),
     (256, 16, 4608, 512),
     (256, 64, 2304, 256),
@@ -122,8 +125,8 @@ GRAM = [
 
 
 def gram_cases() -> Iterator[Case]:
-    for (B, T, I, O), dtype in [*itertools.product(GRAM, [torch.bfloat16]), (GRAM[1], torch.float32)]:
-        a, g = sides(B, T, I, O, dtype)
+    for (B, T, I, O, *row), dtype in [*itertools.product(GRAM, [torch.bfloat16]), (GRAM[1], torch.float32)]:
+        a, g = sides(B, T, I, O, dtype, *row)
         truth = [
             torch.cat(part)
             for part in zip(
@@ -146,7 +149,7 @@ def gram_cases() -> Iterator[Case]:
                     cuts[str(tuple(cut))] = lambda cut=cut, a=a, g=g: gram_norm.launch(a, g, cut)
         yield Case(
             kernel="gram",
-            shape=f"B{B} T{T} {I}→{O} {name_of(dtype)}",
+            shape=f"B{B} T{T} {I}→{O} {name_of(dtype)}{', rows padded' if row else ''}",
             run=lambda a=a, g=g: gram_norm.gram_sq_norms(a, g),
             reference=lambda a=a, g=g: reference.gram_sq_norms(a, g),
             compositions={"bmm": lambda a=a, g=g: by_bmm(a, g)},
