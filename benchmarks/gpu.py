@@ -51,8 +51,9 @@ def main() -> None:
     jobs = [Job(*unit, method) for unit in units for method in (TRUTH, *options.methods)]
     jobs.sort(key=lambda job: (units.index(job.key[:2]), job.first))
     with tempfile.TemporaryDirectory() as folder:
-        for job in report(measure(jobs, options, Path(folder), until), results, run):
-            report(measure([job], options, Path(folder), until), results, run)
+        how = (options, Path(folder), until, results.small_error)
+        for job in report(measure(jobs, *how), results, run):
+            report(measure([job], *how), results, run)
     print(results.path.with_suffix(".md").read_text())
 
 

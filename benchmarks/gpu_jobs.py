@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,9 @@ class Job:
         gib = ROWS[self.row].gib * (2 if self.dtype == "fp32" else 1)
         return {"warm": gib, "ready": IDLE_GIB + gib / 8}.get(self.state, IDLE_GIB)
 
-    def start(self, options: argparse.Namespace, folder: Path, heard: queue.Queue, num_compiled: int) -> None:
+    def start(
+        self, options: argparse.Namespace, folder: Path, heard: queue.Queue, num_compiled: int, small_error: float | None
+    ) -> None:
         threads = max(1, (os.cpu_count() or 1) // max(1, num_compiled))
         environment = {
             **os.environ,
@@ -67,7 +69,7 @@ class Job:
             "OMP_NUM_THREADS": "1",
             "TRANSFORMERS_VERBOSITY": "error",
         }
-        given = [self.row, self.dtype, self.method, options.tiny, options.seconds, str(truth_path(folder, self))]
+        given = [*self.key, options.tiny, options.seconds, str(truth_path(folder, self)), small_error]
         self.log = folder / f"{self.row}-{self.dtype}-{self.method.replace(' ', '_')}.log"
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "gpu.py"), "--worker", json.dumps(given)],
@@ -132,10 +134,17 @@ def truth_path(folder: Path, job: Job) -> Path:
 # --- many jobs ------------------------------------------------------------------------------------------------------------------
 
 
-def measure(jobs: list[Job], options: argparse.Namespace, folder: Path, until: float) -> Iterator[Job]:
+def measure(
+    jobs: list[Job],
+    options: argparse.Namespace,
+    folder: Path,
+    until: float,
+    small_error: Callable[[str, str], float | None],
+) -> Iterator[Job]:
     """Gives each job when it is done, and in the end those that there was no time for.
 
     As many get ready at once as there are slots. One that is ready is timed at once, with all others stopped, and makes room.
+    `small_error` gives what the check of a row's method on a few samples has found, if it was run.
     """
     heard: queue.Queue = queue.Queue()
     waiting, running = list(jobs), []
@@ -144,7 +153,7 @@ def measure(jobs: list[Job], options: argparse.Namespace, folder: Path, until: f
         while (waiting or running) and time.monotonic() < until:
             while waiting and len(running) < options.slots:
                 running.append(waiting.pop(0))
-                running[-1].start(options, folder, heard, num_compiled)
+                running[-1].start(options, folder, heard, num_compiled, small_error(running[-1].row, running[-1].method))
             let_in(running, options)
             listen(running, heard, folder)
             for job in running:

@@ -13,6 +13,7 @@ from gpu_methods import METHODS, Method
 from gpu_models import ROWS
 
 Key = tuple[str, str, str]
+DTYPES = ("bf16", "fp32")
 PACKAGES = "torch triton transformers torchvision opacus backpack-for-pytorch peft".split()
 SMALL_TOLERANCE = 1e-3
 """Of float32 without TF32 on a few samples: ‖answer - oracle‖ / ‖oracle‖."""
@@ -80,6 +81,11 @@ class Results:
         part.rename(self.path)
         self.path.with_suffix(".md").write_text(markdown(self))
 
+    def small_error(self, row: str, method: str) -> float | None:
+        """What the check on a few samples found, if it was run: it is in float32 whatever is timed."""
+        found = (self.facts.get((row, dtype, method), {}).get("small_error") for dtype in DTYPES)
+        return next((error for error in found if error is not None), None)
+
     def ratio(self, facts: dict[str, Any], to: str, what: str) -> float | None:
         """Time or memory over that of `to` in the same run; two runs may be on two machines of a kind, and are not mixed."""
         base = self.facts.get((facts["row"], facts["dtype"], to), {})
@@ -107,7 +113,7 @@ def wrong_by(facts: dict[str, Any]) -> float | None:
 def markdown(results: Results) -> str:
     machine = ", ".join(f"{v}" if k in ("device", "host") else f"{k} {v}" for k, v in results.machine.items())
     parts = [f"`python benchmarks/gpu.py`: {machine}.\n\n{LEGEND}"]
-    for dtype in ("bf16", "fp32"):
+    for dtype in DTYPES:
         parts += [part for row in ROWS if (part := section(results, row, dtype))]
     return "\n\n".join(parts) + "\n"
 

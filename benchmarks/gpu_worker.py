@@ -38,12 +38,13 @@ def hear(word: str) -> None:
         os._exit(1)
 
 
-def main(row: str, dtype: str, method: str, tiny: bool, seconds: float, truth: str) -> None:
+def main(row: str, dtype: str, method: str, tiny: bool, seconds: float, truth: str, known: float | None) -> None:
+    """Runs a job; `known` is the error on a few samples, if another dtype's process has found it."""
     warnings.filterwarnings("ignore")
     device = "cpu" if tiny else "cuda"
-    work = prepare_truth if method == TRUTH else prepare
+    given = (ROWS[row], dtype, device, Path(truth))
     try:
-        time_alone = work(ROWS[row], dtype, method, device, Path(truth))
+        time_alone = prepare_truth(*given) if method == TRUTH else prepare(*given, METHODS[method], known)
         release(device)
         say("ready")
         hear("go")
@@ -92,7 +93,7 @@ def allow_tf32(allow: bool) -> None:
     torch.backends.cudnn.allow_tf32 = allow
 
 
-def prepare_truth(row: Row, dtype: str, _: str, device: str, path: Path) -> Any:
+def prepare_truth(row: Row, dtype: str, device: str, path: Path) -> Any:
     """Writes norms and clipped sum of the full batch, and how far the same loop is off in `dtype`; then times the device."""
     say("checked")
     hear("warm")
@@ -136,12 +137,11 @@ def relative_error(got: Gradients, truth: Gradients) -> float:
 # --- a method -------------------------------------------------------------------------------------------------------------------
 
 
-def prepare(row: Row, dtype: str, name: str, device: str, path: Path) -> Any:
+def prepare(row: Row, dtype: str, device: str, path: Path, method: Method, known: float | None) -> Any:
     """Checks the method on the small batch and on the full one; gives the function that times it."""
-    method = METHODS[name]
     facts: dict[str, Any] = {}
     if method.answer != "plain":
-        facts["small_error"] = small_error(row, method, device)
+        facts["small_error"] = small_error(row, method, device) if known is None else known
         release(device)
     say("checked")
     hear("warm")

@@ -7,6 +7,7 @@ import torch
 from cases import ALL
 from test_queries import QUERIES
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -265,6 +266,38 @@ def test_a_recording_is_cut_from_one_block_with_few_holes():
     assert replay._memory_of(recording) <= first
     recording.replay()
     torch.testing.assert_close(out, expected)
+
+
+def test_a_step_that_cannot_be_recorded_is_taken_as_it_is(monkeypatch):
+    """Nothing is lost where memory ends during a recording, where recordings keep too much, or where parameters keep moving."""
+    x, w = torch.randn(5, 4), torch.randn(4, 4)
+    graph = make_fx(lambda x: [(x @ w).sin()])(x)
+    modes = []
+
+    def step(x: Tensor) -> list[Tensor]:
+        modes.append(torch.cuda.is_current_stream_capturing())
+        if modes[-1] and fails:
+            torch.empty(1 << 50, dtype=torch.int8)
+        return graph(x)
+
+    fails = True
+    run = replay.replayed(step, graph, [x])
+    for _ in range(3):
+        torch.testing.assert_close(run(x)[0], (x @ w).sin())
+    assert modes == [False, True, False, False, False]
+    fails = False
+    monkeypatch.setattr(replay, "MAX_SHARE", 0.0)
+    run = replay.replayed(step, graph, [x])
+    torch.testing.assert_close(run(x)[0], (x @ w).sin())
+    modes.clear()
+    run(x)
+    assert modes == [False]
+    monkeypatch.undo()
+    run, (weight,) = replay.replayed(step, graph, [x]), graph.buffers()
+    for k in range(6):
+        weight.data = torch.full((4, 4), float(k))
+        torch.testing.assert_close(run(x)[0], (x @ weight).sin())
+    assert modes[-1] is False
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

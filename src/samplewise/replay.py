@@ -1,60 +1,50 @@
-"""A compiled step recorded as a CUDA graph, where launching its kernels takes longer than running them."""
+"""A compiled step recorded as a CUDA graph: its kernels are launched at once, in memory that is planned once."""
 
 from collections.abc import Callable
 from operator import attrgetter
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
-LAUNCH = 1e-5
-"""Seconds from one kernel to the next where Python launches them: 1,950 kernels of a GPT-2 step in 19.6 ms, 13.6 of them
-running (H200, torch 2.11)."""
-FASTEST = 1e15
-"""Floating-point operations in a second, about the most that a device does. A measured rate is lower while others use the device,
-and a step that should be recorded is not: GPT-2 at B16 T256 then took 28.8 ms in place of 12.5. Recording one too many costs no more
-than a copy of its results."""
+MAX_SHARE = 0.5
+"""Of the device's memory, for all recordings together: what they keep is for nobody else."""
+MAX_MOVES = 3
+"""How often a step is recorded anew because its parameters have moved in memory."""
 
-NUM_RECORDINGS = 6
+NUM_HALVINGS = 6
 """How often the memory of a recording is halved in search of the least."""
 SMALL_BYTES = 1 << 25
 """What may lie beside the block: tensors below a megabyte have memory of their own."""
 
 
 def replayed(compiled: Callable, graph: GraphModule, tensors: list[Tensor]) -> Callable[..., list[Tensor]]:
-    """The compiled graph, as a CUDA graph where launches would hold it up."""
+    """The compiled graph, recorded by its first call if it runs on a GPU and there is memory to keep what it takes."""
     read = [attrgetter(str(node.target))(graph) for node in graph.graph.nodes if node.op == "get_attr"]
     state = [t for t in read if isinstance(t, Tensor)]
     outputs = [t for node in graph.graph.find_nodes(op="output") for n in node.all_input_nodes for t in _results(n)]
-    if not tensors or not all(t.is_cuda for t in tensors):
-        return compiled
-    if not is_held_up(graph) or not is_small_beside(outputs, state):
+    if not tensors or not all(t.is_cuda for t in tensors) or not is_small_beside(outputs, state):
         return compiled
     replay: Replay | None = None
+    num_left = 1 + MAX_MOVES
 
     def run(*tensors: Tensor) -> list[Tensor]:
-        nonlocal replay
+        nonlocal replay, num_left
         if replay is None or not replay.is_valid():
-            replay = Replay(compiled, list(tensors), state)
+            replay = None
+            if not num_left:
+                return compiled(*tensors)
+            num_left -= 1
+            try:
+                replay = Replay(compiled, list(tensors), state)
+            except torch.OutOfMemoryError:
+                num_left = 0
+                return compiled(*tensors)
         return replay(*tensors)
 
     return run
-
-
-def is_held_up(graph: GraphModule) -> bool:
-    """Whether the GPU would wait for Python to launch the graph's kernels, by their number and by what they have to do."""
-    nodes = [node for node in graph.graph.nodes if node.op == "call_function" and not _is_view(node)]
-    return 2 * LAUNCH * len(nodes) > sum(map(_num_flops, nodes)) / FASTEST
-
-
-def _num_flops(node: Node) -> int:
-    """What the op's products take; the rest is fused or short."""
-    from torch.utils.flop_counter import flop_registry  # imports Triton
-
-    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    args, kwargs = tree_map_only(Node, lambda n: n.meta["val"], (node.args, node.kwargs))
-    return count(*args, **kwargs, out_val=node.meta["val"]) if count is not None else 0
 
 
 def is_small_beside(outputs: list[Tensor], state: list[Tensor]) -> bool:
@@ -64,11 +54,6 @@ def is_small_beside(outputs: list[Tensor], state: list[Tensor]) -> bool:
 
 def _results(node: Node) -> list[Tensor]:
     return [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
-
-
-def _is_view(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is None or any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
 
 class Replay:
@@ -83,6 +68,11 @@ class Replay:
         with torch.cuda.device(tensors[0].device):
             compiled(*self._inputs)  # what is made once, by the first call, is not recorded
             self._recording, self._outputs = _compact(lambda: compiled(*self._inputs))
+            self.num_bytes = _memory_of(self._recording)
+            _free, whole = torch.cuda.mem_get_info()
+        if self.num_bytes + sum(other.num_bytes for other in _kept) > MAX_SHARE * whole:
+            raise torch.OutOfMemoryError(f"recordings may keep {MAX_SHARE:.0%} of the device's memory")
+        _kept.add(self)
 
     def is_valid(self) -> bool:
         """Whether parameters and buffers are where they were."""
@@ -91,7 +81,12 @@ class Replay:
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         torch._foreach_copy_(self._inputs, list(tensors))
         self._recording.replay()
-        return [t.clone() for t in self._outputs]
+        results = [torch.empty_like(t) for t in self._outputs]
+        torch._foreach_copy_(results, self._outputs)
+        return results
+
+
+_kept: WeakSet[Replay] = WeakSet()
 
 
 def _compact(run: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
@@ -102,7 +97,7 @@ def _compact(run: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, lis
     Recording runs no kernel.
     """
     low, high = 0, _memory_of(_recorded(run)[0])
-    for _ in range(NUM_RECORDINGS):
+    for _ in range(NUM_HALVINGS):
         middle = (low + high) // 2
         low, high = (low, middle) if _memory_of(_recorded(run, middle)[0]) <= middle + SMALL_BYTES else (middle, high)
     return _recorded(run, high)
