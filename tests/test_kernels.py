@@ -117,6 +117,17 @@ def test_gram_norm_of_strided(strides, num_splits):
     check_gram(a, drawn(2, 19, 9, dtype=torch.bfloat16), gram_norm.Config(16, 16, num_splits, 4, 2))
 
 
+@runs_kernels
+@pytest.mark.parametrize("columns", [(20, 9), (16, 150), (7, 33)])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_gram_norm_of_rows_that_are_padded(columns, num_splits):
+    """Columns that are no multiple of 16 in rows that are aligned: what lies between the rows is not read."""
+    a, g = (drawn(2, 19, 160)[..., :K] for K in columns)
+    for t in (a, g):
+        t._base[..., t.shape[-1] :] = float("nan")
+    check_gram(a, g, gram_norm.Config(16, 32, num_splits, 4, 2))
+
+
 @jit
 def _write_pairs(start, out_ptr, NUM: tl.constexpr):
     at = tl.arange(0, NUM)

@@ -127,7 +127,7 @@ def _kernel(
                 dilation_h, dilation_w, x_stride_c, x_stride_h, x_stride_w,
             )  # fmt: skip
         of_a = dot(left, tl.trans(right), of_a, PRECISION)
-    of_g = gram_tile(g_at, g_stride_l, g_stride_o, i, j, L, 0, O, BLOCK_T, BLOCK_K, PRECISION)
+    of_g = gram_tile(g_at, g_stride_l, g_stride_o, i, j, L, 0, O, False, BLOCK_T, BLOCK_K, PRECISION)
     n = tl.sum(tl.sum(of_a * of_g, 1), 0)
     is_diagonal = (i == j) & (r[:, None] == r[None, :])
     lengths = tl.sqrt(tl.sum(tl.where(is_diagonal, of_a, 0.0), 1)) * tl.sqrt(tl.sum(tl.where(is_diagonal, of_g, 0.0), 1))

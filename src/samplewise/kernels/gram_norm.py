@@ -83,7 +83,8 @@ def launch(a_BTI: Tensor, g_BTO: Tensor, cut: Config) -> tuple[Tensor, Tensor]:
     num_tiles = -(-T // cut.block_t)
     P = num_tiles * (num_tiles + 1) // 2
     sides = (a_BTI, g_BTO, T, I, O, *a_BTI.stride(), *g_BTO.stride())
-    blocks = {"BLOCK_T": cut.block_t, "BLOCK_K": cut.block_k, "PRECISION": precision()}
+    is_aligned = a_BTI.stride(1) % 8 == g_BTO.stride(1) % 8 == 0
+    blocks = {"IS_ALIGNED": is_aligned, "BLOCK_T": cut.block_t, "BLOCK_K": cut.block_k, "PRECISION": precision()}
     how = {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
     with torch.cuda.device_of(a_BTI):
         if cut.num_splits == 1:
@@ -123,14 +124,19 @@ def pair_of_tiles(p):
 @jit
 def gram_tile(
     x_ptr, stride_t, stride_k, i, j, T, start, stop,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    IS_ALIGNED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """<x_s, x_t> over k in [start, stop), for s in tile i and t in tile j; start is a multiple of BLOCK_K."""
+    """<x_s, x_t> over k in [start, stop), for s in tile i and t in tile j; start is a multiple of BLOCK_K.
+
+    Where rows are aligned and the bound of columns is seen to be a multiple of 16, columns are loaded by eights; a few that are
+    left are a product of their own. GPT-2's head at B16 T256, rows of 50,257 numbers 50,304 apart: 538 → 210 µs (H200). Rows
+    that are not aligned only pay for it: 538 → 942.
+    """
     s, t, k = i * BLOCK_T + tl.arange(0, BLOCK_T), j * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
     left = x_ptr + s.to(tl.int64)[:, None] * stride_t
     right = x_ptr + t.to(tl.int64)[:, None] * stride_t
     tile = tl.zeros((BLOCK_T, BLOCK_T), dtype=tl.float32)
-    even = stop // 16 * 16  # a bound that the compiler sees to be a multiple of 16 lets it load columns by eights
+    even = stop // 16 * 16 if IS_ALIGNED else stop
     if i == j:  # one load serves both sides
         for at in range(start, even, BLOCK_K):
             columns, is_column = (at + k).to(tl.int64)[None, :] * stride_k, (at + k < even)[None, :]
@@ -154,14 +160,14 @@ def gram_tile(
 @jit
 def _fused_kernel(
     a_ptr, g_ptr, T, I, O, a_stride_b, a_stride_t, a_stride_i, g_stride_b, g_stride_t, g_stride_o, n_ptr, m_ptr, P,
-    IS_ONLY: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    IS_ONLY: tl.constexpr, IS_ALIGNED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: what tiles (i, j) and (j, i) of a sample bring to n and to the root of m."""
     program = tl.program_id(0)
     b = (program // P).to(tl.int64)
     i, j = pair_of_tiles(program % P)
-    of_a = gram_tile(a_ptr + b * a_stride_b, a_stride_t, a_stride_i, i, j, T, 0, I, BLOCK_T, BLOCK_K, PRECISION)
-    of_g = gram_tile(g_ptr + b * g_stride_b, g_stride_t, g_stride_o, i, j, T, 0, O, BLOCK_T, BLOCK_K, PRECISION)
+    of_a = gram_tile(a_ptr + b * a_stride_b, a_stride_t, a_stride_i, i, j, T, 0, I, IS_ALIGNED, BLOCK_T, BLOCK_K, PRECISION)
+    of_g = gram_tile(g_ptr + b * g_stride_b, g_stride_t, g_stride_o, i, j, T, 0, O, IS_ALIGNED, BLOCK_T, BLOCK_K, PRECISION)
     n = tl.sum(tl.sum(of_a * of_g, 1), 0)
     r = tl.arange(0, BLOCK_T)
     is_diagonal = (i == j) & (r[:, None] == r[None, :])
@@ -175,7 +181,7 @@ def _fused_kernel(
 def _partial_kernel(
     a_ptr, g_ptr, T, I, O, a_stride_b, a_stride_t, a_stride_i, g_stride_b, g_stride_t, g_stride_o,
     tiles_ptr, P, steps, num_a, num_g,
-    IS_DENSE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    IS_DENSE: tl.constexpr, IS_ALIGNED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of one Gram matrix of a sample, summed over one chunk (`steps` blocks) of I or of O, into memory."""
     program = tl.program_id(0)
@@ -191,10 +197,10 @@ def _partial_kernel(
     at = tl.where(is_a, c, c - num_a) * steps * BLOCK_K
     stop = min(at + steps * BLOCK_K, K)
     if IS_DENSE:  # loads are wide where the compiler sees that columns are adjacent
-        tile = gram_tile(x_ptr, stride_t, 1, i, j, T, at, stop, BLOCK_T, BLOCK_K, PRECISION)
+        tile = gram_tile(x_ptr, stride_t, 1, i, j, T, at, stop, IS_ALIGNED, BLOCK_T, BLOCK_K, PRECISION)
     else:
         stride_k = tl.where(is_a, a_stride_i, g_stride_o)
-        tile = gram_tile(x_ptr, stride_t, stride_k, i, j, T, at, stop, BLOCK_T, BLOCK_K, PRECISION)
+        tile = gram_tile(x_ptr, stride_t, stride_k, i, j, T, at, stop, IS_ALIGNED, BLOCK_T, BLOCK_K, PRECISION)
     tl.store(out, tile)
 
 
