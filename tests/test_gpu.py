@@ -254,18 +254,46 @@ def test_compiled_convolutions_in_half_precision():
 def test_a_recording_is_cut_from_one_block_with_few_holes():
     x = torch.randn(1 << 20)
 
-    def run() -> list[Tensor]:
+    def run(x: Tensor) -> list[Tensor]:
         held = [x.repeat(k) + 1 for k in (3, 7, 2, 11, 5)]
         del held[1::2]
         held += [x.repeat(k) * 2 for k in (4, 6, 9)]
-        return [torch.stack([t.sum() for t in held])]
+        return [torch.stack([t.sum() for t in held]), x[::2], x[:1].expand(3)]
 
-    expected = run()[0]
-    first = replay._memory_of(replay._recorded(run)[0])
-    recording, (out,) = replay._compact(run)
-    assert replay._memory_of(recording) <= first
-    recording.replay()
-    torch.testing.assert_close(out, expected)
+    expected = run(x)
+    first = replay.Recording(run, [x], [], None).num_bytes()
+    recording = replay._compact(lambda num_bytes: replay.Recording(run, [x], [], None, num_bytes))
+    assert recording.num_bytes() <= first
+    for got, want in zip(recording((x,)), expected, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_recordings_of_many_sizes_share_their_memory():
+    """Sizes come in any order and several times, larger ones late, on two streams; results of earlier steps stay."""
+    model = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 64))
+    losses = lambda model, x: model(x).square().sum(1)
+    step, eager = (sw.per_sample_step(model, losses, _answers, compile=c) for c in (True, False))
+    sizes, side = [64, 96, 2048, 2048, 64, 64, 96, 2048, 4096, 4096, 64, 96, 2048, 64, 4096, 96], torch.cuda.Stream()
+    batches = [torch.randn(B, 256) for B in sizes]
+    torch.cuda.synchronize()
+    answers = []
+    for k, x in enumerate(batches):
+        with torch.cuda.stream(side if k % 3 == 2 else torch.cuda.current_stream()):
+            answers.append(step(x).answer)
+    torch.cuda.synchronize()
+    for x, (norms, total) in zip(batches, answers, strict=True):
+        want_norms, want_total = eager(x).answer
+        assert relative_error(norms, want_norms.double()) < 1e-3
+        for name in total:
+            assert relative_error(total[name], want_total[name].double()) < 1e-3, (len(x), name)
+    recorder = step._recorder
+    of_sizes = [recording for run in recorder._recordings.values() for recording in run.values()]
+    assert len(of_sizes) == 4 and len({recording.pool for recording in of_sizes}) == 1
+    del of_sizes
+    alone = sw.per_sample_step(model, losses, _answers, compile=True)
+    for _ in range(2):
+        alone(batches[8])
+    assert recorder.num_bytes <= 1.2 * alone._recorder.num_bytes + replay.SMALL_BYTES
 
 
 def test_a_step_that_cannot_be_recorded_is_taken_as_it_is(monkeypatch):
@@ -276,25 +304,27 @@ def test_a_step_that_cannot_be_recorded_is_taken_as_it_is(monkeypatch):
 
     def step(x: Tensor) -> list[Tensor]:
         modes.append(torch.cuda.is_current_stream_capturing())
-        if modes[-1] and fails:
-            torch.empty(1 << 50, dtype=torch.int8)
+        if modes[-1]:
+            trouble()
         return graph(x)
 
-    fails = True
-    run = replay.replayed(step, graph, [x])
+    trouble = lambda: None
+    for each in (lambda: torch.empty(1 << 50, dtype=torch.int8), lambda: x.sum().item()):
+        trouble = each
+        run = replay.Recorder().recorded(step, graph, [x])
+        modes.clear()
+        for _ in range(4):
+            torch.testing.assert_close(run(x)[0], (x @ w).sin())
+        assert modes == [False, False, True, False, False, False]
+    trouble = lambda: None
+    monkeypatch.setattr(replay, "MAX_SHARE", 0.0)
+    run = replay.Recorder().recorded(step, graph, [x])
     for _ in range(3):
         torch.testing.assert_close(run(x)[0], (x @ w).sin())
-    assert modes == [False, True, False, False, False]
-    fails = False
-    monkeypatch.setattr(replay, "MAX_SHARE", 0.0)
-    run = replay.replayed(step, graph, [x])
-    torch.testing.assert_close(run(x)[0], (x @ w).sin())
-    modes.clear()
-    run(x)
-    assert modes == [False]
+    assert modes[-1] is False
     monkeypatch.undo()
-    run, (weight,) = replay.replayed(step, graph, [x]), graph.buffers()
-    for k in range(6):
+    run, (weight,) = replay.Recorder().recorded(step, graph, [x]), graph.buffers()
+    for k in range(8):
         weight.data = torch.full((4, 4), float(k))
         torch.testing.assert_close(run(x)[0], (x @ weight).sin())
     assert modes[-1] is False

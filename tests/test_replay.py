@@ -3,7 +3,7 @@
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from samplewise.replay import is_small_beside, replayed
+from samplewise.replay import Recorder, is_small_beside
 
 
 def test_gradients_of_every_sample_are_not_kept_twice():
@@ -15,4 +15,4 @@ def test_gradients_of_every_sample_are_not_kept_twice():
 
 def test_the_cpu_records_nothing():
     graph = make_fx(lambda x: [x.sin()])(torch.zeros(4, 4))
-    assert replayed(graph.forward, graph, [torch.zeros(4, 4)]) == graph.forward
+    assert Recorder().recorded(graph.forward, graph, [torch.zeros(4, 4)]) == graph.forward

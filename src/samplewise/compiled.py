@@ -14,7 +14,7 @@ from samplewise.batches import has_rows, kind_of, resized, surroundings
 from samplewise.errors import SamplewiseError
 from samplewise.hints import hinted
 from samplewise.ops import cudnn  # noqa: F401  (registers its ops)
-from samplewise.replay import replayed
+from samplewise.replay import Recorder
 from samplewise.snapshot import Snapshot
 from samplewise.trace import Record, Run, Trace
 
@@ -68,6 +68,7 @@ class Compiled:
         self.why_op_by_op: str | None = None
         """Why the last of them was."""
         self._families: dict[Any, list[Family]] = {}
+        self._recorder = Recorder()
 
     def __call__(self, *batch: Any) -> Any:
         leaves, spec = tree_flatten(batch)
@@ -211,7 +212,8 @@ class Compiled:
         unsized = any(node.target is UNSIZED for node in graph.graph.nodes)
         options: Any = {"fullgraph": True, "options": {"size_asserts": False} if unsized else None}
         if is_fixed:
-            return replayed(_as_written(torch.compile(hinted(graph).forward, dynamic=False, **options)), graph, tensors)
+            compiled = _as_written(torch.compile(hinted(graph).forward, dynamic=False, **options))
+            return self._recorder.recorded(compiled, graph, tensors)
         compiled = _as_written(torch.compile(hinted(graph).forward, **options))
 
         def run(*tensors: Tensor) -> list[Tensor]:
@@ -220,7 +222,7 @@ class Compiled:
                 torch._dynamo.maybe_mark_dynamic(t, self.batch_dim)
             return compiled(*tensors)
 
-        return run
+        return self._recorder.recorded(run, graph, tensors)
 
 
 def _as_written(compiled: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:

@@ -1,18 +1,26 @@
-"""A compiled step recorded as a CUDA graph: its kernels are launched at once, in memory that is planned once."""
+"""Compiled steps recorded as CUDA graphs: their kernels are launched at once, in memory that all recordings of a step share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
-from weakref import WeakSet
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
+Run = Callable[..., list[Tensor]]
+Shapes = tuple[torch.Size, ...]
+
+MAX_RECORDINGS = 64
+"""Of a step, for batches of so many sizes; each takes some megabytes besides the memory that they share."""
 MAX_SHARE = 0.5
-"""Of the device's memory, for all recordings together: what they keep is for nobody else."""
+"""Of the device's memory, for the recordings of all steps: what they keep is for nobody else."""
 MAX_MOVES = 3
-"""How often a step is recorded anew because its parameters have moved in memory."""
+"""How often a batch size is recorded anew because parameters have moved in memory."""
+MAX_PLANS = 8
+"""How often the shared memory is planned anew because a recording asks for more."""
 
 NUM_HALVINGS = 6
 """How often the memory of a recording is halved in search of the least."""
@@ -20,31 +28,93 @@ SMALL_BYTES = 1 << 25
 """What may lie beside the block: tensors below a megabyte have memory of their own."""
 
 
-def replayed(compiled: Callable, graph: GraphModule, tensors: list[Tensor]) -> Callable[..., list[Tensor]]:
-    """The compiled graph, recorded by its first call if it runs on a GPU and there is memory to keep what it takes."""
-    read = [attrgetter(str(node.target))(graph) for node in graph.graph.nodes if node.op == "get_attr"]
-    state = [t for t in read if isinstance(t, Tensor)]
-    outputs = [t for node in graph.graph.find_nodes(op="output") for n in node.all_input_nodes for t in _results(n)]
-    if not tensors or not all(t.is_cuda for t in tensors) or not is_small_beside(outputs, state):
-        return compiled
-    replay: Replay | None = None
-    num_left = 1 + MAX_MOVES
+class Recorder:
+    """The recordings of one step.
 
-    def run(*tensors: Tensor) -> list[Tensor]:
-        nonlocal replay, num_left
-        if replay is None or not replay.is_valid():
-            replay = None
-            if not num_left:
-                return compiled(*tensors)
-            num_left -= 1
-            try:
-                replay = Replay(compiled, list(tensors), state)
-            except torch.OutOfMemoryError:
-                num_left = 0
-                return compiled(*tensors)
-        return replay(*tensors)
+    One of them runs at a time, the batch copied in and the results out: what a step gave is not touched by the next one, and all
+    recordings can be cut from the same memory.
+    """
 
-    return run
+    def __init__(self) -> None:
+        self._recordings: WeakKeyDictionary[Run, dict[Shapes, Recording]] = WeakKeyDictionary()
+        self._turn: torch.Event | None = None
+        """When the last one that ran is done, on whatever stream."""
+        self._num_plans = 0
+        self.num_bytes = 0
+        """What the recordings keep."""
+        _recorders.add(self)
+
+    def recorded(self, compiled: Run, graph: GraphModule, tensors: list[Tensor]) -> Run:
+        """The compiled graph, recorded when a batch size comes for the second time, if it runs on one GPU with memory to spare."""
+        read = [attrgetter(str(node.target))(graph) for node in graph.graph.nodes if node.op == "get_attr"]
+        state = [t for t in read if isinstance(t, Tensor)]
+        results = [node.meta.get("val") for out in graph.graph.find_nodes(op="output") for node in out.all_input_nodes]
+        outputs = [t for t in tree_leaves(results) if isinstance(t, Tensor)]
+        devices = {t.device for t in (*tensors, *state)}
+        if len(devices) != 1 or next(iter(devices)).type != "cuda" or not is_small_beside(outputs, state):
+            return compiled
+        recordings = self._recordings.setdefault(compiled, {})
+        num_left: dict[Shapes, int] = {}
+
+        def run(*tensors: Tensor) -> list[Tensor]:
+            shapes = tuple(t.shape for t in tensors)
+            if shapes not in num_left:
+                num_left[shapes] = 1 + MAX_MOVES
+                return compiled(*tensors)
+            if shapes in recordings and not recordings[shapes].is_valid():
+                del recordings[shapes]
+                num_left[shapes] -= 1
+            if shapes not in recordings:
+                if not num_left[shapes] or sum(1 for _ in self._all()) >= MAX_RECORDINGS:
+                    return compiled(*tensors)
+                try:
+                    recordings[shapes] = self._record(compiled, list(tensors), state)
+                except (torch.OutOfMemoryError, torch.AcceleratorError):  # memory ends, or no recording takes some op
+                    num_left[shapes] = 0
+                    return compiled(*tensors)
+            return self._replay(recordings[shapes], tensors)
+
+        return run
+
+    def _record(self, compiled: Run, tensors: list[Tensor], state: list[Tensor]) -> "Recording":
+        """A recording in the memory of the others, or in the least that holds it, where the others are then to be made anew."""
+        with torch.cuda.device(tensors[0].device):
+            inputs = [t.clone() for t in tensors]
+            compiled(*inputs)  # what is made once, by the first call on tensors that lie like these, is not recorded
+            other = next(self._all(), None)
+            recording = None if other is None else Recording(compiled, inputs, state, other.pool)
+            if (
+                recording is not None
+                and recording.num_bytes() > self.num_bytes + SMALL_BYTES
+                and self._num_plans < MAX_PLANS
+            ):
+                recording = None
+            if recording is None:
+                self._num_plans += 1
+                del other
+                for recordings in self._recordings.values():
+                    recordings.clear()
+                recording = _compact(lambda num_bytes: Recording(compiled, inputs, state, None, num_bytes))
+            self.num_bytes = recording.num_bytes()
+            if sum(recorder.num_bytes for recorder in _recorders) > MAX_SHARE * torch.cuda.mem_get_info()[1]:
+                self.num_bytes = max((other.num_bytes() for other in self._all()), default=0)
+                raise torch.OutOfMemoryError(f"recordings may keep {MAX_SHARE:.0%} of the device's memory")
+            return recording
+
+    def _replay(self, recording: "Recording", tensors: tuple[Tensor, ...]) -> list[Tensor]:
+        """What the recording gives, when the one before is done."""
+        with torch.cuda.device(tensors[0].device):
+            if self._turn is not None:
+                self._turn.wait()
+            results = recording(tensors)
+            self._turn = torch.cuda.current_stream().record_event()
+        return results
+
+    def _all(self) -> Iterator["Recording"]:
+        return (recording for recordings in self._recordings.values() for recording in recordings.values())
+
+
+_recorders: WeakSet[Recorder] = WeakSet()
 
 
 def is_small_beside(outputs: list[Tensor], state: list[Tensor]) -> bool:
@@ -52,67 +122,64 @@ def is_small_beside(outputs: list[Tensor], state: list[Tensor]) -> bool:
     return sum(t.nbytes for t in outputs) <= max(2 * sum(t.nbytes for t in state), SMALL_BYTES)
 
 
-def _results(node: Node) -> list[Tensor]:
-    return [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
+class Recording:
+    """A compiled graph's kernels for one batch size, launched all at once."""
 
-
-class Replay:
-    """The compiled graph's kernels, launched all at once on tensors that stay where they are.
-
-    The batch is copied in, and the results out: what a step gave is not touched by the next one.
-    """
-
-    def __init__(self, compiled: Callable, tensors: list[Tensor], state: list[Tensor]):
-        self._inputs = [t.clone() for t in tensors]
+    def __init__(self, compiled: Run, tensors: list[Tensor], state: list[Tensor], pool: Any, num_bytes: int = 0):
+        """In the memory `pool`, or in one that begins as one block of so many bytes. Recording runs no kernel."""
         self._state, self._places = state, [t.data_ptr() for t in state]
-        with torch.cuda.device(tensors[0].device):
-            compiled(*self._inputs)  # what is made once, by the first call, is not recorded
-            self._recording, self._outputs = _compact(lambda: compiled(*self._inputs))
-            self.num_bytes = _memory_of(self._recording)
-            _free, whole = torch.cuda.mem_get_info()
-        if self.num_bytes + sum(other.num_bytes for other in _kept) > MAX_SHARE * whole:
-            raise torch.OutOfMemoryError(f"recordings may keep {MAX_SHARE:.0%} of the device's memory")
-        _kept.add(self)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):  # which first gives back what nothing holds any more
+            block = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+            del block
+            inputs = [torch.empty_like(t) for t in tensors]
+            outputs = compiled(*inputs)
+        self._inputs, self._outputs = [_unheld(t) for t in inputs], [_unheld(t) for t in outputs]
+        self.pool = self._graph.pool()
 
     def is_valid(self) -> bool:
         """Whether parameters and buffers are where they were."""
         return [t.data_ptr() for t in self._state] == self._places
 
-    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+    def __call__(self, tensors: tuple[Tensor, ...]) -> list[Tensor]:
         torch._foreach_copy_(self._inputs, list(tensors))
-        self._recording.replay()
+        self._graph.replay()
         results = [torch.empty_like(t) for t in self._outputs]
         torch._foreach_copy_(results, self._outputs)
         return results
 
+    def num_bytes(self) -> int:
+        """What this recording and those that share its memory keep."""
+        segments = torch.cuda.memory_snapshot()
+        return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == self.pool)
 
-_kept: WeakSet[Replay] = WeakSet()
 
-
-def _compact(run: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-    """The recording of `run`, in nearly the least memory it can be recorded in, and its results.
+def _compact(record: Callable[[int], Recording]) -> Recording:
+    """What `record` gives, in nearly the least memory that it can be cut from.
 
     A recording keeps its memory. Taken block by block, as blocks are asked for, it is full of holes: GPT-2 at B8 T1024 kept 7.0 GiB
     where 4.6 were in use at once. Cut from one block it has few, so the least block is sought that everything fits into.
-    Recording runs no kernel.
     """
-    low, high = 0, _memory_of(_recorded(run)[0])
+    low, high = 0, record(0).num_bytes()
     for _ in range(NUM_HALVINGS):
         middle = (low + high) // 2
-        low, high = (low, middle) if _memory_of(_recorded(run, middle)[0]) <= middle + SMALL_BYTES else (middle, high)
-    return _recorded(run, high)
+        low, high = (low, middle) if record(middle).num_bytes() <= middle + SMALL_BYTES else (middle, high)
+    return record(high)
 
 
-def _recorded(run: Callable[[], list[Tensor]], num_bytes: int = 0) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-    """The recording of `run` and its results; its memory begins as one block of so many bytes."""
-    recording = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(recording):  # which first gives back what an earlier recording had
-        block = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-        del block
-        return recording, run()
+# --- tensors that do not hold their memory ---------------------------------------------------------------------------------------
 
 
-def _memory_of(recording: torch.cuda.CUDAGraph) -> int:
-    """Bytes that the recording keeps."""
-    segments = torch.cuda.memory_snapshot()
-    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == recording.pool())
+class _Memory:
+    """Some bytes of a GPU, for torch.as_tensor."""
+
+    def __init__(self, place: int, num: int):
+        self.__cuda_array_interface__ = {"data": (place, False), "shape": (num,), "typestr": "|u1", "version": 2}
+
+
+def _unheld(t: Tensor) -> Tensor:
+    """t, whose memory may be given to others while this is there: to recordings, which leave it alone until they run."""
+    if not t.numel():
+        return torch.empty_like(t)
+    num = t.element_size() * (1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)))
+    return torch.as_tensor(_Memory(t.data_ptr(), num), device=t.device).view(t.dtype).as_strided(t.shape, t.stride())
