@@ -7,11 +7,18 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
-from torch.utils._pytree import tree_leaves
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 Run = Callable[..., list[Tensor]]
 Shapes = tuple[torch.Size, ...]
+
+LAUNCH = 1e-5
+"""Seconds from one kernel to the next where Python launches them: 1,950 kernels of a GPT-2 step in 19.6 ms, 13.6 of them
+running (H200, torch 2.11)."""
+FASTEST = 1e15
+"""Floating-point operations in a second, about the most that a device does. A measured rate is lower while others use the device,
+and a step that should be recorded is not: GPT-2 at B16 T256 then took 28.8 ms in place of 12.5."""
 
 MAX_RECORDINGS = 64
 """Of a step, for batches of so many sizes; each takes some megabytes besides the memory that they share."""
@@ -45,13 +52,15 @@ class Recorder:
         _recorders.add(self)
 
     def recorded(self, compiled: Run, graph: GraphModule, tensors: list[Tensor]) -> Run:
-        """The compiled graph, recorded when a batch size comes for the second time, if it runs on one GPU with memory to spare."""
+        """The compiled graph, recorded when a batch size comes for the second time, if launches hold it up on its one GPU."""
         read = [attrgetter(str(node.target))(graph) for node in graph.graph.nodes if node.op == "get_attr"]
         state = [t for t in read if isinstance(t, Tensor)]
         results = [node.meta.get("val") for out in graph.graph.find_nodes(op="output") for node in out.all_input_nodes]
         outputs = [t for t in tree_leaves(results) if isinstance(t, Tensor)]
         devices = {t.device for t in (*tensors, *state)}
-        if len(devices) != 1 or next(iter(devices)).type != "cuda" or not is_small_beside(outputs, state):
+        if len(devices) != 1 or next(iter(devices)).type != "cuda":
+            return compiled
+        if not is_held_up(graph) or not is_small_beside(outputs, state):
             return compiled
         recordings = self._recordings.setdefault(compiled, {})
         num_left: dict[Shapes, int] = {}
@@ -117,6 +126,32 @@ class Recorder:
 _recorders: WeakSet[Recorder] = WeakSet()
 
 
+def is_held_up(graph: GraphModule) -> bool:
+    """Whether the GPU would wait for Python to launch the graph's kernels, by their number and by what they have to do.
+
+    Others gain little, and may lose memory: a step of Llama (1B, B4 T2048) takes 145.5 ms recorded and 149.0 not, and 26.4 GiB in
+    place of 24.0 (H200).
+    """
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function" and not _is_view(node)]
+    return 2 * LAUNCH * len(nodes) > sum(map(_num_flops, nodes)) / FASTEST
+
+
+def _num_flops(node: Node) -> int:
+    """What the op's products take; the rest is fused or short."""
+    from torch.utils.flop_counter import flop_registry  # imports Triton
+
+    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if count is None:
+        return 0
+    args, kwargs = tree_map_only(Node, lambda n: n.meta.get("val"), (node.args, node.kwargs))  # sizes have none
+    return count(*args, **kwargs, out_val=node.meta["val"])
+
+
+def _is_view(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+
 def is_small_beside(outputs: list[Tensor], state: list[Tensor]) -> bool:
     """Whether results, of which a recording keeps a copy, are as large as parameters (sums) and not as those of every sample."""
     return sum(t.nbytes for t in outputs) <= max(2 * sum(t.nbytes for t in state), SMALL_BYTES)
@@ -129,11 +164,13 @@ class Recording:
         """In the memory `pool`, or in one that begins as one block of so many bytes. Recording runs no kernel."""
         self._state, self._places = state, [t.data_ptr() for t in state]
         self._graph = torch.cuda.CUDAGraph()
+        torch._C._cuda_clearCublasWorkspaces()  # or one of an earlier recording would be used, and would hold that one's memory
         with torch.cuda.graph(self._graph, pool=pool):  # which first gives back what nothing holds any more
             block = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
             del block
             inputs = [torch.empty_like(t) for t in tensors]
             outputs = compiled(*inputs)
+        torch._C._cuda_clearCublasWorkspaces()
         self._inputs, self._outputs = [_unheld(t) for t in inputs], [_unheld(t) for t in outputs]
         self.pool = self._graph.pool()
 
