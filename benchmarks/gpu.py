@@ -48,8 +48,8 @@ def main() -> None:
     run = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} {driver}".strip()
     units = [(row, dtype) for dtype in options.dtypes for row in options.rows]
     units = [unit for unit in units if any((*unit, method) not in results.facts for method in options.methods)]
-    jobs = [Job(*unit, method) for unit in units for method in (TRUTH, *options.methods)]
-    jobs.sort(key=lambda job: (units.index(job.key[:2]), job.first))
+    jobs = [Job(*unit, method) for method in (TRUTH, *options.methods) for unit in units]  # large rows beside small ones
+    jobs.sort(key=lambda job: (options.dtypes.index(job.dtype), job.first))
     with tempfile.TemporaryDirectory() as folder:
         how = (options, Path(folder), until, results.small_error)
         for job in report(measure(jobs, *how), results, run):

@@ -22,7 +22,7 @@ from gpu_worker import SAYS, TRUTH
 HERE = Path(__file__).parent
 DEVICE_GIB = 125
 IDLE_GIB = 0.7
-"""A process's context, and what it holds while it waits is reckoned as an eighth of what it took to warm up."""
+"""A process's context; what it holds besides while it waits is reckoned as an eighth of what it took to warm up."""
 SECONDS_TO_SETTLE = 0.3
 """What a device has queued of processes that were stopped is done by then."""
 DONE = ("timed", "failed", "out of time")
@@ -54,9 +54,15 @@ class Job:
         return 0 if self.method == TRUTH else 1 if METHODS[self.method].compiled else 2
 
     @property
-    def gib(self) -> float:
+    def most_gib(self) -> float:
+        """What it takes to warm up; for most of that time a job that is compiled has given it back."""
         gib = ROWS[self.row].gib * (2 if self.dtype == "fp32" else 1)
-        return {"warm": gib, "ready": IDLE_GIB + gib / 8}.get(self.state, IDLE_GIB)
+        return gib / 2 if self.first == 1 else gib
+
+    @property
+    def gib(self) -> float:
+        """What it is reckoned to hold now."""
+        return {"warm": self.most_gib, "ready": IDLE_GIB + self.most_gib / 8}.get(self.state, IDLE_GIB)
 
     def start(
         self, options: argparse.Namespace, folder: Path, heard: queue.Queue, num_compiled: int, small_error: float | None
@@ -173,10 +179,10 @@ def measure(
 
 
 def let_in(jobs: list[Job], options: argparse.Namespace) -> None:
-    """Lets jobs warm up that the device has memory for."""
-    for job in sorted((job for job in jobs if job.state == "checked"), key=lambda job: job.first):
+    """Lets jobs warm up that the device has memory for, the largest first."""
+    for job in sorted((job for job in jobs if job.state == "checked"), key=lambda job: (job.first, -job.most_gib)):
         others = [other for other in jobs if other is not job and other.state not in DONE]
-        gib = sum(other.gib for other in others) + ROWS[job.row].gib * (2 if job.dtype == "fp32" else 1)
+        gib = sum(other.gib for other in others) + job.most_gib
         if gib > DEVICE_GIB and any(other.state == "warm" for other in others):
             return
         job.state = "warm"
@@ -192,9 +198,9 @@ def take_turn(job: Job, others: list[Job], options: argparse.Namespace, heard: q
     job.tell("go", options.limit)
     while job.state == "ready":
         listen([job], heard, folder, waits=("ready",))
-    job.end()
     for other in others:
         other.resume(time.monotonic() - begin)
+    job.end()
 
 
 def listen(jobs: list[Job], heard: queue.Queue, folder: Path, waits: tuple[str, ...] = ("started", "warm")) -> None:

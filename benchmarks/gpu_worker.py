@@ -3,15 +3,18 @@
 It speaks with `gpu.py` in lines: it says "checked" and waits for "warm", says "ready" and waits for "go", says "timed"; or "failed".
 """
 
+import contextlib
 import gc
 import json
 import math
 import os
 import statistics
 import sys
+import threading
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +152,8 @@ def prepare(row: Row, dtype: str, device: str, path: Path, method: Method, known
     changes = changed(model, row, method)
     facts |= {"changes": changes} if changes else {}
     step = method.build(model, row.loss_fn, batch)
-    answer = step()
+    with memory_given_back(device, method):
+        answer = step()
     if method.answer != "plain" and "untied head" not in changes:
         facts |= full_error(answer, method, path)
     del answer
@@ -160,6 +164,26 @@ def prepare(row: Row, dtype: str, device: str, path: Path, method: Method, known
         return {**timed(step, device, seconds), **facts}
 
     return time_alone
+
+
+@contextlib.contextmanager
+def memory_given_back(device: str, method: Method) -> Iterator[None]:
+    """Gives the device's memory that nothing uses back to other processes, again and again: to compile takes a minute."""
+    done = threading.Event()
+
+    def work() -> None:
+        while not done.wait(0.5):
+            torch.cuda.empty_cache()
+
+    thread = threading.Thread(target=work)
+    if device == "cuda" and method.compiled:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        if thread.ident is not None:
+            thread.join()
 
 
 def changed(model: nn.Module, row: Row, method: Method) -> list[str]:
