@@ -253,7 +253,7 @@ def test_hooks_of_two_threads_on_one_model():
         grads.backward(model.b(model.a(x)).pow(2).sum(1))
         go_on.set()
         thread.join()
-        assert model.a._forward_hooks  # still watched here
+        assert model.a._forward_pre_hooks  # still watched here
     got["parts"] = grads.materialize()
     for G in got.values():
         assert all(relative_error(G[name], G_true) < 1e-9 for name, G_true in truth.items())
