@@ -174,3 +174,8 @@ def test_what_was_refused_is_refused_again():
     for _ in range(3):
         with sw.capture(mixing, verify=False), pytest.raises(SamplesMixError):
             mixing(torch.randn(B, D, D))
+
+
+def test_a_batch_of_one_that_lies_across_both_leading_dimensions():
+    model = Fn(lambda s, x: s.a(x.transpose(0, 1)).transpose(0, 1), a=nn.Linear(D, D)).double()
+    assert_right(model, torch.randn(1, T, D).double())

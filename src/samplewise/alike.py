@@ -122,6 +122,6 @@ class Alike:
             targets = self._weights.targets_of_parameter(tensors[place])
             self._recorder.note(targets, note)
             handed.append((targets, factor_of, kept))
-        y = apply_tap(y, self._recorder.anchor, self._recorder, handed, *[tensors[place] for place in recipe.kept])
+        y = apply_tap(y, self._recorder.anchor, self._recorder, handed, [tensors[place] for place in recipe.kept])
         self._marks.set(y, known.mark)
         return y

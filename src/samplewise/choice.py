@@ -5,7 +5,6 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-
 Named = list[tuple[str, nn.Module]]
 """Modules with their names, a dot behind each; the model's own is empty."""
 

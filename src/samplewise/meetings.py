@@ -144,7 +144,7 @@ class Meetings:
             targets = self.weights.targets(use.weight)
             self.recorder.note(targets, note)
             handed.append((targets, use.factor_of, places))
-        return apply_tap(t, self.recorder.anchor, self.recorder, handed, *kept)
+        return apply_tap(t, self.recorder.anchor, self.recorder, handed, kept)
 
     def gate(self, meeting: Meeting, weight: Tensor, spread: Tensor, factor_of: FactorOf) -> Tensor:
         targets = self.weights.targets(weight)

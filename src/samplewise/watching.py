@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 from torch import nn
 
-
 Modules = frozenset[nn.Module]
 
 

@@ -32,7 +32,7 @@ class Together:
         """{name: sum_b w[b] G_name[b]} over these samples, or all; each in memory of its own."""
         G = self._G_BN if samples is None else self._G_BN[samples]
         parts = (w_B.to(G.dtype) @ G).split([torch.Size(shape).numel() for shape in self._shapes.values()])
-        own = torch._foreach_mul(parts, 1.0)
+        own = torch._foreach_mul(parts, 1.0) if G.is_cuda else [part.clone() for part in parts]  # one op there, many here
         return {
             n: t if len(shape) == 1 else t.reshape(shape) for (n, shape), t in zip(self._shapes.items(), own, strict=True)
         }
