@@ -69,9 +69,10 @@ class Capture(MarkedBatch, Uses):
         MarkedBatch.__init__(self, batch_size, batch_dim, sample_ids)
         Uses.__init__(self, Planner(memory, plan, rates, device_of(self.parameters)), keep)
         for module in self._modules:
-            for t in (*module._buffers.values(), *module._parameters.values()):
-                if t is not None and not t.requires_grad:
-                    self.constants.set(t, True)
+            if module._buffers or module._parameters:
+                for t in (*module._buffers.values(), *module._parameters.values()):
+                    if t is not None and not t.requires_grad:
+                        self.constants.set(t, True)
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self.anchor_node = get_gradient_edge(self.anchor).node
         hooked = [

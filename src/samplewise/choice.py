@@ -41,20 +41,18 @@ def captured_parameters(
     for pattern in [*(wanted or ()), *(unwanted or ())]:
         if not any(fnmatchcase(name, pattern) for name, _ in trainable):
             raise ValueError(f"no trainable parameter is called {pattern!r}")
-    names_of: dict[int, list[str]] = {}
+    first_names: dict[int, str] = {}
     for name, parameter in trainable:
-        names_of.setdefault(id(parameter), []).append(name)
-    chosen: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    for name, parameter in trainable:
-        names = names_of[id(parameter)]
-        if wanted is not None and not any(fnmatchcase(n, p) for n in names for p in wanted):
-            continue
-        if unwanted and any(fnmatchcase(n, p) for n in names for p in unwanted):
-            continue
-        chosen.setdefault(names[0], parameter)
-        aliases[name] = names[0]
-    return chosen, aliases
+        first_names.setdefault(id(parameter), name)
+    ids = first_names.keys() if wanted is None else _matching(trainable, wanted)
+    ids = ids - _matching(trainable, unwanted) if unwanted else ids
+    aliases = {name: first_names[id(parameter)] for name, parameter in trainable if id(parameter) in ids}
+    return {name: parameter for name, parameter in trainable if aliases.get(name) == name}, aliases
+
+
+def _matching(parameters: list[tuple[str, Tensor]], patterns: list[str]) -> set[int]:
+    """The ids of those that have a name, one of several perhaps, which matches a pattern."""
+    return {id(parameter) for name, parameter in parameters if any(fnmatchcase(name, p) for p in patterns)}
 
 
 def _patterns(names: Iterable[str]) -> list[str]:

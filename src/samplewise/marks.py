@@ -17,12 +17,13 @@ class Marks(Generic[M]):
     """Marks by tensor; a mark goes when its tensor has died, at once or when there are many such.
 
     Marks that hold on to something (`at_once`) are dropped by a callback of the tensor, which costs more than the mark itself.
+    So does noting the memory that a tensor takes up (`by_memory`), for `recalled`.
     """
 
-    def __init__(self, *, at_once: bool = False) -> None:
+    def __init__(self, *, at_once: bool = False, by_memory: bool = False) -> None:
         self.entries: dict[int, tuple[weakref.ref[Tensor], M]] = {}
         self._on_memory: dict[Any, tuple[StorageWeakRef, M]] = {}
-        self._at_once, self._max_entries = at_once, 4096
+        self._at_once, self._by_memory, self._max_entries = at_once, by_memory, 4096
 
     def get(self, t: Tensor) -> M | None:
         """The mark of this very tensor."""
@@ -40,11 +41,11 @@ class Marks(Generic[M]):
         return [other for other in others if other.untyped_storage()._cdata == memory]
 
     def set(self, t: Tensor, mark: M) -> None:
-        """Marks the tensor, and the place that it takes up in memory for `recalled`."""
+        """Marks the tensor, and with `by_memory` the place that it takes up."""
         self.entries[id(t)] = (weakref.ref(t, self._forgetting(id(t))) if self._at_once else weakref.ref(t), mark)
         if len(self.entries) > self._max_entries:
             self._sweep()
-        if (not t.requires_grad or torch._C._current_graph_task_id() != -1) and has_memory(t):
+        if self._by_memory and (not t.requires_grad or torch._C._current_graph_task_id() != -1) and has_memory(t):
             self._on_memory[_memory(t)] = (StorageWeakRef(t.untyped_storage()), mark)
 
     def _forgetting(self, key: int) -> Callable[[weakref.ref], None]:

@@ -21,11 +21,11 @@ from samplewise.ops.foreign import FOREIGN, ExpandedWeight
 from samplewise.ops.generic import Generic
 from samplewise.ops.pointwise import pointwise
 from samplewise.ops.recipe import recipe_of
-from samplewise.ops.registry import RULES, FactorOf, Meeting, Use
+from samplewise.ops.registry import RULES, FactorOf, Meeting, Use, note_of
 from samplewise.refusals import describe, refuse, refuse_in_place
 from samplewise.samples import Layout, Lost, Mark
 from samplewise.sight import CustomFunction
-from samplewise.tap import Gate, Recorder, Targets, apply_tap, is_wanted, note_of
+from samplewise.tap import Gate, Recorder, Targets, apply_tap, is_wanted
 
 
 class Meetings:

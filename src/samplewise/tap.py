@@ -1,8 +1,6 @@
 """Where gradients leave autograd: the nodes that hand the gradient of an op over to its uses."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -11,28 +9,12 @@ from torch import Tensor
 from samplewise.errors import UnattributedError
 from samplewise.factors.base import Factor
 from samplewise.marks import Marks
-from samplewise.ops.registry import FactorOf
-from samplewise.samples import Layout, Mark
+from samplewise.ops.registry import FactorOf, Note
+from samplewise.samples import Mark
 from samplewise.weights import Pull, Weights
 
 Targets = list[tuple[str, Pull]]
 """The parameters behind a weight, and how a factor of the weight becomes one of each."""
-
-
-@dataclass(frozen=True)
-class Note:
-    """How one use of a parameter was understood."""
-
-    op: str
-    how: str
-    """By which rule: "rule", "elementwise", "generic" or "foreign"."""
-    layout: Layout
-    dtype: torch.dtype
-    """In which the op gave its result."""
-
-
-note_of = lru_cache(maxsize=1024)(Note)
-"""The Note of these, one object for all uses alike."""
 
 
 class Guard(Protocol):

@@ -6,8 +6,9 @@ from samplewise.errors import SamplewiseError
 from samplewise.factors.base import Factor
 from samplewise.factors.norms import Norms
 from samplewise.factors.total import join
+from samplewise.ops.registry import Note
 from samplewise.planner import Planner
-from samplewise.tap import Note, Targets
+from samplewise.tap import Targets
 
 
 class Uses:

@@ -34,7 +34,7 @@ class Outer(Factor):
         order: tuple[int, ...],
         shape: tuple[int, ...],
     ):
-        self.a, self.g = a_BTGI.to(g_BTGO.dtype), g_BTGO
+        self.a, self.g = a_BTGI if a_BTGI.dtype is g_BTGO.dtype else a_BTGI.to(g_BTGO.dtype), g_BTGO
         self.sizes, self.order, self.shape = sizes, order, shape
         self.num_samples = a_BTGI.shape[0]
         self._use: Use | None = None

@@ -41,9 +41,16 @@ class Together:
 def small(factors: Mapping[str, Factor]) -> tuple[list[Together], dict[str, Factor]]:
     """The small ones among the factors put together, and the others."""
     groups: dict[tuple[torch.device, torch.dtype], dict[str, Dense]] = {}
+    others: dict[str, Factor] = {}
     for name, factor in factors.items():
         if type(factor) is Dense and factor.num_elements <= MAX_ELEMENTS:
-            groups.setdefault((factor.G.device, wide_dtype(factor.G)), {})[name] = factor
-    grouped = [group for group in groups.values() if len(group) > 1]
-    names = {name for group in grouped for name in group}
-    return [Together(group) for group in grouped], {name: f for name, f in factors.items() if name not in names}
+            key = factor.G.device, wide_dtype(factor.G)
+            if key not in groups:
+                groups[key] = {}
+            groups[key][name] = factor
+        else:
+            others[name] = factor
+    for group in groups.values():
+        if len(group) == 1:
+            others |= group
+    return [Together(group) for group in groups.values() if len(group) > 1], others
