@@ -75,11 +75,7 @@ class Capture(MarkedBatch, Uses):
                         self.constants.set(t, True)
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self.anchor_node = get_gradient_edge(self.anchor).node
-        hooked = [
-            name
-            for name, p in self.parameters.items()
-            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
-        ]
+        hooked = [n for n, p in self.parameters.items() if p._backward_hooks or p._post_accumulate_grad_hooks]  # type: ignore[attr-defined]
         if hooked:
             raise SamplewiseError(
                 f"parameter {hooked[0]!r} has a gradient hook (register_hook, "

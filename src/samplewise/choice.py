@@ -1,6 +1,6 @@
 """Which parameters are captured, and which are asked about together, by name or pattern."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ def captured_parameters(
     return {name: parameter for name, parameter in trainable if aliases.get(name) == name}, aliases
 
 
-def _matching(parameters: list[tuple[str, Tensor]], patterns: list[str]) -> set[int]:
+def _matching(parameters: Sequence[tuple[str, Tensor]], patterns: list[str]) -> set[int]:
     """The ids of those that have a name, one of several perhaps, which matches a pattern."""
     return {id(parameter) for name, parameter in parameters if any(fnmatchcase(name, p) for p in patterns)}
 
