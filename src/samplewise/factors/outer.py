@@ -127,9 +127,9 @@ class Outer(Factor):
         (B, T, _, I), O = a.shape, g.shape[-1]
         w = w_B.to(torch.float32 if is_half else g.dtype).view(B, 1, 1, 1)
         if I < O:
-            a = torch.mul(a, w, out=torch.empty_like(a)) if is_half else a * w
+            a = (a * w).to(a.dtype) if is_half else a * w
         else:
-            g = torch.mul(g, w, out=torch.empty_like(g)) if is_half else g * w
+            g = (g * w).to(g.dtype) if is_half else g * w
         left, right = (a.view(B * T, I), g.view(B * T, O)) if self.is_turned else (g.view(B * T, O), a.view(B * T, I))
         if rounded or not is_half:
             return torch.mm(left.t(), right)
