@@ -174,3 +174,29 @@ def test_what_was_refused_is_refused_again():
     for _ in range(3):
         with sw.capture(mixing, verify=False), pytest.raises(SamplesMixError):
             mixing(torch.randn(B, D, D))
+
+
+def test_a_batch_of_one_that_lies_across_both_leading_dimensions():
+    model = Fn(lambda s, x: s.a(x.transpose(0, 1)).transpose(0, 1), a=nn.Linear(D, D)).double()
+    assert_right(model, torch.randn(1, T, D).double())
+
+
+def test_the_dtype_of_a_use_is_that_of_this_call():
+    """Autocast is not in the key: the same call gives another dtype under it."""
+    model, x = nn.Sequential(nn.Linear(D, D), nn.Linear(D, 3)), torch.randn(B, T, D)
+    for half in (False, True, False, True):
+        with sw.capture(model, verify=False) as grads, torch.autocast("cpu", torch.bfloat16, enabled=half):
+            grads.backward(rows(model, x).float())
+        dtypes = {note.dtype for notes in grads.notes.values() for note in notes}
+        assert dtypes == {torch.bfloat16 if half else torch.float32}
+
+
+def test_patterns_match_a_tied_parameter_by_any_of_its_names():
+    model = Fn(lambda s, x: s.b(s.a(x)), a=nn.Linear(D, D), b=nn.Linear(D, D))
+    model.b.weight = model.a.weight
+    every = {"a.weight", "a.bias", "b.bias"}
+    assert set(sw.capture(model).parameters) == every
+    assert set(sw.capture(model, params=["b.*"]).parameters) == {"a.weight", "b.bias"}
+    assert set(sw.capture(model, exclude=["b.weight"]).parameters) == {"a.bias", "b.bias"}
+    assert sw.capture(model)._aliases == {**{name: name for name in every}, "b.weight": "a.weight"}
+    assert list(sw.capture(model).parameters) == [name for name, _ in model.named_parameters()]

@@ -13,11 +13,13 @@ import samplewise as sw
 from samplewise.errors import SamplesMixError, SamplewiseError
 from samplewise.factors.base import Hasty, mended
 from samplewise.factors.dense import Dense
+from samplewise.factors.outer import Outer
 from samplewise.factors.together import small
 from samplewise.flow.memory import REMEMBERED, key_of
 from samplewise.marks import Marks
 from samplewise.samples import Layout, one_each
 from samplewise.testing import oracle, relative_error, run_capture
+from samplewise.verification.first_use import _flags
 
 B, D = 4, 5
 
@@ -253,7 +255,7 @@ def test_hooks_of_two_threads_on_one_model():
         grads.backward(model.b(model.a(x)).pow(2).sum(1))
         go_on.set()
         thread.join()
-        assert model.a._forward_hooks  # still watched here
+        assert model.a._forward_pre_hooks  # still watched here
     got["parts"] = grads.materialize()
     for G in got.values():
         assert all(relative_error(G[name], G_true) < 1e-9 for name, G_true in truth.items())
@@ -348,3 +350,50 @@ class Told(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         self.calls.append(func)
         return func(*args, **(kwargs or {}))
+
+
+def test_an_input_changed_between_two_uses_of_a_parameter_is_noticed():
+    """The second use must not be taken for news of the first."""
+    model, x, z = nn.Linear(D, D).double(), torch.randn(B, D).double(), torch.randn(B, D).double()
+    with sw.capture(model, verify=False) as grads:
+        first, second = rows(model, x), rows(model, z)
+        grads.backward(first)
+        x.add_(1)
+        grads.backward(second)
+    with pytest.raises(SamplewiseError, match="changed in place"):
+        grads["weight"].sq_norms()
+
+
+def test_uses_of_one_shape_in_other_dtypes_are_weighed_by_their_own():
+    a, g = torch.randn(B, 2, D), torch.randn(B, 2, 3)
+    uses = [Outer.of_rows(a.to(dtype), g.to(dtype)).use() for dtype in (torch.float32, torch.float64, torch.bfloat16)]
+    assert [use.itemsize for use in uses] == [4, 8, 2]
+    assert [use.kept for use in uses] == [4, 8, 4]
+    assert [use.held for use in uses] == [B * 2 * (D + 3) * size for size in (4, 8, 2)]
+    assert Outer.of_rows(a.transpose(1, 2), torch.randn(B, D, 3)).use() != uses[0]
+
+
+def test_a_flag_of_one_module_is_not_one_of_the_next():
+    """Calls that were verified are known by the flags of the modules, each by its own."""
+    seen = set()
+    for place in (0, 1):
+        modules = [nn.Linear(D, D), nn.Linear(D, D)]
+        of_one = [flag for flag in _flags(modules[:1]) if not isinstance(flag, type)]
+        for k, flag in enumerate(of_one):  # as if the two had three times the flags of one
+            setattr(modules[place], f"flag_{k}", flag)
+        seen.add(_flags(modules))
+    modules = [nn.Linear(D, D).eval(), nn.Linear(D, D)]
+    assert len(seen | {_flags(modules), _flags(modules[::-1]), _flags(modules[:1])}) == 5
+
+
+def test_a_call_that_is_refused_as_it_begins_ends():
+    """The next call is of the outermost module again, and all of its parts are watched."""
+    model, x = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D)).double(), torch.randn(B, D).double()
+    with sw.capture(model, verify=False, batch_size=B) as grads:
+        with pytest.raises(SamplewiseError, match="rows"):
+            model(x[:2])
+        assert not grads.is_inside
+        grads.backward(model[1](model[0](x)).pow(2).sum(1))
+    truth = oracle(model, rows, x)
+    assert all(relative_error(grads[n].materialize(), G) < 1e-9 for n, G in truth.items())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

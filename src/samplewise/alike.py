@@ -12,9 +12,9 @@ from samplewise.flow.memory import REMEMBERED, Known, key_of, shapes_of
 from samplewise.marking import WEIGHT, Look, Marking
 from samplewise.ops.foreign import FOREIGN
 from samplewise.ops.recipe import Recipe
-from samplewise.ops.registry import EXPANSIONS, RULES
+from samplewise.ops.registry import EXPANSIONS, RULES, note_of
 from samplewise.samples import Layout
-from samplewise.tap import Recorder, apply_tap, note_of
+from samplewise.tap import Recorder, apply_tap
 
 PLAIN = frozenset([float, bool, str, type(None), torch.dtype])
 INTEGERS = frozenset([int])
@@ -116,12 +116,14 @@ class Alike:
         if y.shape != known.shapes:
             return NotImplemented
         tensors += results
-        note = note_of(recipe.name, recipe.how, recipe.layout, y.dtype)
+        recorder, note = self._recorder, recipe.note
+        if y.dtype is not note.dtype:  # autocast is not in the key
+            note = note_of(note.op, note.how, note.layout, y.dtype)
         handed = []
         for place, factor_of, kept in recipe.uses:
             targets = self._weights.targets_of_parameter(tensors[place])
-            self._recorder.note(targets, note)
+            recorder.note(targets, note)
             handed.append((targets, factor_of, kept))
-        y = apply_tap(y, self._recorder.anchor, self._recorder, handed, *[tensors[place] for place in recipe.kept])
+        y = apply_tap(y, recorder.anchor, recorder, handed, [tensors[place] for place in recipe.kept])
         self._marks.set(y, known.mark)
         return y

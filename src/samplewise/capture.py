@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import _get_current_function_mode_stack
 
-from samplewise.choice import captured_parameters
+from samplewise.choice import captured_parameters, named_parts
 from samplewise.errors import SamplewiseError, UnattributedError
 from samplewise.factors.base import Factor
 from samplewise.flow.call import tensors_in
@@ -54,29 +55,27 @@ class Capture(MarkedBatch, Uses):
             raise ValueError(f'loss_reduction is "sum" or "mean", got {loss_reduction!r}')
         if keep not in ("gradients", "norms", "graph"):
             raise ValueError(f'keep is "gradients", "norms" or "graph", got {keep!r}')
-        self._modules = list(model.modules())
-        if any(isinstance(module, torch.jit.ScriptModule) for module in self._modules):
-            scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+        parts = named_parts(model)
+        scripted = [prefix[:-1] for prefix, module in parts if isinstance(module, torch.jit.ScriptModule)]
+        if scripted:
             raise SamplewiseError(
                 f"submodule {scripted[0]!r} is a ScriptModule, whose ops cannot be seen from Python. "
                 "Capture the module that it was scripted from."
             )
         self.model = model
         self.loss_reduction, self.verify = loss_reduction, verify
-        self.parameters, self._aliases = captured_parameters(model, params, exclude)
+        self._modules = list(dict.fromkeys(module for _, module in parts))
+        self.parameters, self._aliases = captured_parameters(parts, params, exclude)
         MarkedBatch.__init__(self, batch_size, batch_dim, sample_ids)
         Uses.__init__(self, Planner(memory, plan, rates, device_of(self.parameters)), keep)
         for module in self._modules:
-            for t in (*module._buffers.values(), *module._parameters.values()):
-                if t is not None and not t.requires_grad:
-                    self.constants.set(t, True)
+            if module._buffers or module._parameters:
+                for t in (*module._buffers.values(), *module._parameters.values()):
+                    if t is not None and not t.requires_grad:
+                        self.constants.set(t, True)
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self.anchor_node = get_gradient_edge(self.anchor).node
-        hooked = [
-            name
-            for name, p in self.parameters.items()
-            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
-        ]
+        hooked = [n for n, p in self.parameters.items() if p._backward_hooks or p._post_accumulate_grad_hooks]  # type: ignore[attr-defined]
         if hooked:
             raise SamplewiseError(
                 f"parameter {hooked[0]!r} has a gradient hook (register_hook, "
@@ -157,11 +156,11 @@ class Capture(MarkedBatch, Uses):
             if self.guard is not None:
                 self.guard.met(tensors_in((args, kwargs)))
             self._outermost, self._since = module, torch.autograd._get_sequence_nr()
+            if self._watch is not None:
+                self._watch.hear_only(module)
             self.mark_inputs(args, kwargs)
             if self.verify and self._intercept is not None and torch.is_grad_enabled():
                 self._verify(module, args, kwargs)
-            if self._watch is not None:
-                self._watch.hear_only(module)
 
     def left(self, module: nn.Module) -> None:
         """Hears that a module of the model has returned."""
@@ -198,16 +197,15 @@ class Capture(MarkedBatch, Uses):
     def _guard_parameters(self) -> None:
         """An ordinary gradient on its way to a captured parameter is a use that was not seen."""
         thread = threading.get_ident()
-        for name, parameter in self.parameters.items():
 
-            def guard(_: Any, name: str = name, on_cpu: bool = parameter.device.type == "cpu") -> None:
-                if self._intercept is not None and self._intercept.is_paused:
-                    return
-                if on_cpu and threading.get_ident() != thread:
-                    return  # another thread trains the same model; on the CPU, backward stays in its own
-                raise UnattributedError(unseen([name]))
+        def guard(name: str, _: Any) -> None:
+            if self._intercept is not None and self._intercept.is_paused:
+                return
+            if self.parameters[name].is_cpu and threading.get_ident() != thread:
+                return  # another thread trains the same model; on the CPU, backward stays in its own
+            raise UnattributedError(unseen([name]))
 
-            self._handles.append(self.weights.nodes[name].register_prehook(guard))
+        self._handles = [node.register_prehook(partial(guard, name)) for name, node in self.weights.nodes.items()]
 
     def _verify(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Checks the call against truth if it is the first of its kind; nothing that this runs is recorded."""

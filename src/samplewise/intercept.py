@@ -62,6 +62,7 @@ class Intercept(TorchFunctionMode):
         self.sized: Marks[Mark] = Marks()
         """Tensors cut to size by values of samples, outside of a model that is guarded, and the marks of those values."""
         self.alike = Alike(recorder, self.marking)
+        self._run_alike = self.alike.run
         self.meetings = Meetings(recorder, self.marking, self)
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -77,7 +78,7 @@ class Intercept(TorchFunctionMode):
     def _taken(self, kind: Kind, func: Callable, args: tuple, kwargs: dict | None) -> Any:
         """Runs a call as one like it was run before, or by understanding it."""
         if kind.is_alike and not (kwargs and "out" in kwargs):
-            out = self.alike.run(func, args, kwargs)
+            out = self._run_alike(func, args, kwargs)
             if out is not NotImplemented:
                 return out
         return self._understood(kind, func, args, {SYNONYMS.get(k, k): v for k, v in kwargs.items()} if kwargs else {})

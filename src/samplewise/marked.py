@@ -21,7 +21,7 @@ class MarkedBatch:
             sample_ids = checked_ids(sample_ids)
             batch_size = max(batch_size or 0, int(sample_ids.max()) + 1 if len(sample_ids) else 0)
         self.batch_size, self.batch_dim, self.sample_ids = batch_size, batch_dim, sample_ids
-        self.marks: Marks[Mark] = Marks()
+        self.marks: Marks[Mark] = Marks(by_memory=True)
         self.constants: Marks[bool] = Marks()
 
     def mark(self, tensor: Tensor, *, batch_dim: int | None = None) -> Tensor:

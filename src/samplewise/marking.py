@@ -62,7 +62,7 @@ class Marking:
         """WEIGHT for a captured parameter, None for a known constant; NotImplemented for anything else without a mark."""
         if self._written:
             return NotImplemented  # it may hold samples
-        if self.weights.of_parameter(t) is not None:
+        if self.weights.is_parameter(t):
             return WEIGHT
         return None if not t.requires_grad and self.recorder.constants.get(t) else NotImplemented
 
@@ -140,7 +140,7 @@ class Look:
             return mark if type(mark) is Layout else NotImplemented
         kind = marking.unmarked(t)
         if kind is WEIGHT:
-            self.weights.append((t, marking.weights.of_parameter(t)))  # type: ignore[arg-type]
+            self.weights.append((t, marking.weights.of_parameter(t)))
         return kind
 
 

@@ -1,11 +1,12 @@
 """What is known of tensors, by their identity and by their memory, for as long as they live."""
 
-import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
+from torch._C import _current_graph_task_id
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -17,12 +18,13 @@ class Marks(Generic[M]):
     """Marks by tensor; a mark goes when its tensor has died, at once or when there are many such.
 
     Marks that hold on to something (`at_once`) are dropped by a callback of the tensor, which costs more than the mark itself.
+    So does noting the memory that a tensor takes up (`by_memory`), for `recalled`.
     """
 
-    def __init__(self, *, at_once: bool = False) -> None:
-        self.entries: dict[int, tuple[weakref.ref[Tensor], M]] = {}
+    def __init__(self, *, at_once: bool = False, by_memory: bool = False) -> None:
+        self.entries: dict[int, tuple[ref[Tensor], M]] = {}
         self._on_memory: dict[Any, tuple[StorageWeakRef, M]] = {}
-        self._at_once, self._max_entries = at_once, 4096
+        self._at_once, self._by_memory, self._max_entries = at_once, by_memory, 4096
 
     def get(self, t: Tensor) -> M | None:
         """The mark of this very tensor."""
@@ -31,7 +33,7 @@ class Marks(Generic[M]):
 
     def tensors(self) -> list[Tensor]:
         """The marked tensors that are alive."""
-        return [t for ref, _ in list(self.entries.values()) if (t := ref()) is not None]
+        return [t for alive, _ in list(self.entries.values()) if (t := alive()) is not None]
 
     def sharing(self, t: Tensor) -> list[Tensor]:
         """The other marked tensors on the memory of `t`."""
@@ -40,27 +42,28 @@ class Marks(Generic[M]):
         return [other for other in others if other.untyped_storage()._cdata == memory]
 
     def set(self, t: Tensor, mark: M) -> None:
-        """Marks the tensor, and the place that it takes up in memory for `recalled`."""
-        self.entries[id(t)] = (weakref.ref(t, self._forgetting(id(t))) if self._at_once else weakref.ref(t), mark)
-        if len(self.entries) > self._max_entries:
+        """Marks the tensor, and with `by_memory` the place that it takes up."""
+        entries, key = self.entries, id(t)
+        entries[key] = (ref(t, self._forgetting(key)) if self._at_once else ref(t), mark)
+        if len(entries) > self._max_entries:
             self._sweep()
-        if (not t.requires_grad or torch._C._current_graph_task_id() != -1) and has_memory(t):
+        if self._by_memory and (not t.requires_grad or _current_graph_task_id() != -1) and has_memory(t):
             self._on_memory[_memory(t)] = (StorageWeakRef(t.untyped_storage()), mark)
 
-    def _forgetting(self, key: int) -> Callable[[weakref.ref], None]:
+    def _forgetting(self, key: int) -> Callable[[ref], None]:
         """What drops the mark when its tensor dies, unless another tensor has got the same id since."""
         entries = self.entries
 
-        def forget(ref: weakref.ref) -> None:
+        def forget(dead: ref) -> None:
             entry = entries.get(key)
-            if entry is not None and entry[0] is ref:
+            if entry is not None and entry[0] is dead:
                 del entries[key]
 
         return forget
 
     def _sweep(self) -> None:
         """Drops the marks of tensors that have died; not again before as many have come."""
-        for key in [key for key, (ref, _) in list(self.entries.items()) if ref() is None]:
+        for key in [key for key, (alive, _) in list(self.entries.items()) if alive() is None]:
             self.entries.pop(key, None)
         self._max_entries = max(4096, 2 * len(self.entries))
 

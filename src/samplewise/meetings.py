@@ -21,11 +21,11 @@ from samplewise.ops.foreign import FOREIGN, ExpandedWeight
 from samplewise.ops.generic import Generic
 from samplewise.ops.pointwise import pointwise
 from samplewise.ops.recipe import recipe_of
-from samplewise.ops.registry import RULES, FactorOf, Meeting, Use
+from samplewise.ops.registry import RULES, FactorOf, Meeting, Use, note_of
 from samplewise.refusals import describe, refuse, refuse_in_place
 from samplewise.samples import Layout, Lost, Mark
 from samplewise.sight import CustomFunction
-from samplewise.tap import Gate, Recorder, Targets, apply_tap, is_wanted, note_of
+from samplewise.tap import Gate, Recorder, Targets, apply_tap, is_wanted
 
 
 class Meetings:
@@ -144,7 +144,7 @@ class Meetings:
             targets = self.weights.targets(use.weight)
             self.recorder.note(targets, note)
             handed.append((targets, use.factor_of, places))
-        return apply_tap(t, self.recorder.anchor, self.recorder, handed, *kept)
+        return apply_tap(t, self.recorder.anchor, self.recorder, handed, kept)
 
     def gate(self, meeting: Meeting, weight: Tensor, spread: Tensor, factor_of: FactorOf) -> Tensor:
         targets = self.weights.targets(weight)

@@ -71,8 +71,12 @@ class Planner:
         sums: dict[str, Tensor] = {}
         for part in small:
             sums |= part.weighted_sums(*_there(w_B, keep, part.device))
+        there: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
         for name, factor in others.items():
-            w, samples = _there(w_B, keep, factor.tensors()[0].device)
+            device = factor.tensors()[0].device
+            if device not in there:
+                there[device] = _there(w_B, keep, device)
+            w, samples = there[device]
             factor = factor if samples is None else factor.select(samples)
             sums[name] = self.weighted_sum(factor, w, rounded=name in rounded)
         return {name: sums[name] for name in factors}

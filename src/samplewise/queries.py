@@ -110,9 +110,10 @@ class Grads(Held, Answers[dict[str, Tensor]]):
     def _sum_of(self, keep: Tensor | None, w: Tensor) -> dict[str, Tensor]:
         if len(w) == 0:
             return {name: torch.zeros_like(self.parameters[name]) for name in self}
-        half = {name for name, p in self.parameters.items() if p.dtype in HALF}
+        dtypes = {name: self.parameters[name].dtype for name in self}
+        half = {name for name, dtype in dtypes.items() if dtype in HALF}
         sums = self._planner.weighted_sums(self._all_joined(), w * self._factor_scale, keep, rounded=half)
-        return {name: total.to(self.parameters[name].dtype) for name, total in sums.items()}
+        return {name: total if total.dtype == dtypes[name] else total.to(dtypes[name]) for name, total in sums.items()}
 
     def clipped_sum(self, *, max_norm: float | Mapping[str, float], groups: Groups | None = None) -> dict[str, Tensor]:
         """{name: sum_b min(1, max_norm / ‖G[b]‖) G[b]}, each like its parameter.

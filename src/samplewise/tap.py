@@ -1,7 +1,6 @@
 """Where gradients leave autograd: the nodes that hand the gradient of an op over to its uses."""
 
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -10,28 +9,12 @@ from torch import Tensor
 from samplewise.errors import UnattributedError
 from samplewise.factors.base import Factor
 from samplewise.marks import Marks
-from samplewise.ops.registry import FactorOf
-from samplewise.samples import Layout, Mark
+from samplewise.ops.registry import FactorOf, Note
+from samplewise.samples import Mark
 from samplewise.weights import Pull, Weights
 
 Targets = list[tuple[str, Pull]]
 """The parameters behind a weight, and how a factor of the weight becomes one of each."""
-
-
-@dataclass(frozen=True)
-class Note:
-    """How one use of a parameter was understood."""
-
-    op: str
-    how: str
-    """By which rule: "rule", "elementwise", "generic" or "foreign"."""
-    layout: Layout
-    dtype: torch.dtype
-    """In which the op gave its result."""
-
-
-note_of = lru_cache(maxsize=1024)(Note)
-"""The Note of these, one object for all uses alike."""
 
 
 class Guard(Protocol):
@@ -102,22 +85,23 @@ class Tap(torch.autograd.Function):
         y: Tensor,
         anchor: Tensor,
         recorder: Recorder,
-        uses: list[tuple[Targets, FactorOf, list[int]]],
-        *kept: Tensor,
+        uses: list[tuple[Targets, FactorOf, Sequence[int]]],
+        kept: list[Tensor],
     ) -> Tensor:
-        ctx.recorder, ctx.uses, ctx.num_kept = recorder, uses, len(kept)
+        ctx.handed = recorder, uses
         ctx.save_for_backward(anchor, *kept)
         return y.detach()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
-        kept = ctx.saved_tensors[1:]  # may recompute a checkpointed forward, which must be seen
+        _, *kept = ctx.saved_tensors  # may recompute a checkpointed forward, which must be seen
+        recorder, uses = ctx.handed
         with torch._C.DisableTorchFunction():
-            kept = [t.detach() for t in kept]
-            if is_wanted(ctx.recorder.anchor_node):
-                for targets, factor_of, places in ctx.uses:
-                    ctx.recorder.deliver(targets, factor_of(g, *(kept[i] for i in places)))
-        return g, *[None] * (3 + ctx.num_kept)
+            if is_wanted(recorder.anchor_node):
+                kept = [t.detach() for t in kept]
+                for targets, factor_of, places in uses:
+                    recorder.deliver(targets, factor_of(g, *[kept[i] for i in places]))
+        return g, None, None, None, None
 
 
 apply_tap: Any = super(torch.autograd.Function, Tap).apply  # type: ignore[misc]

@@ -6,8 +6,9 @@ from samplewise.errors import SamplewiseError
 from samplewise.factors.base import Factor
 from samplewise.factors.norms import Norms
 from samplewise.factors.total import join
+from samplewise.ops.registry import Note
 from samplewise.planner import Planner
-from samplewise.tap import Note, Targets
+from samplewise.tap import Targets
 
 
 class Uses:
@@ -34,18 +35,23 @@ class Uses:
         if self._scale is None:
             self._set_scale(default_scale)
         for name, pull in targets:
-            uses, factor_of_root = self._factors.setdefault(name, []), pull(factor)
-            if uses and isinstance(uses[0], Norms):
+            part, uses = pull(factor), self._factors.get(name)
+            if uses is None:
+                uses = self._factors[name] = []
+                self._versions[name] = []
+            elif uses and isinstance(uses[0], Norms):
                 raise SamplewiseError(
                     f"another gradient of {name!r} came after its norms had been taken (a second backward, or a reentrant "
                     f'checkpoint?), and norms do not add up. Leave out keep="{self.keep}".'
                 )
-            keeps_norms = self.keep != "gradients"
-            uses.append(factor_of_root if keeps_norms else self._planner.settled(name, factor_of_root))
-            if keeps_norms and len(uses) == len(self.notes[name]):  # every use that forward saw
+            if self.keep == "gradients":
+                part = self._planner.settled(name, part)
+            uses.append(part)
+            if self.keep != "gradients" and len(uses) == len(self.notes[name]):  # every use that forward saw
                 whole = join(uses)
-                uses[:] = [Norms(self._planner.sq_norms(name, whole), shape=whole.shape)]
-            self._versions[name] = [(t, t._version) for use in uses for t in use.tensors()]
+                part = Norms(self._planner.sq_norms(name, whole), shape=whole.shape)
+                uses[:], self._versions[name] = [part], []
+            self._versions[name] += [(t, t._version) for t in part.tensors()]
 
     def note(self, targets: Targets, use: Note) -> None:
         for name, _ in targets:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,8 +34,6 @@ class Weight:
     """Its rows were picked by integers that were made across samples: how many and which may depend on all of them."""
     is_data: bool = False
     """Not a weight after all: it depends on the batch through code that was not seen."""
-    targets: "list[tuple[str, Pull]] | None" = None
-    """Of a parameter: itself."""
 
 
 class Weights:
@@ -42,31 +41,34 @@ class Weights:
 
     def __init__(self, parameters: dict[str, Tensor], anchor_node: Any):
         self.parameters, self._anchor_node = parameters, anchor_node
-        self._of_parameter = {
-            id(p): Weight(frozenset([name]), _as_it_is, None, targets=[(name, _as_it_is)]) for name, p in parameters.items()
-        }
+        self._itself = {id(p): [(name, _as_it_is)] for name, p in parameters.items()}
+        """The targets of each parameter."""
         self._derived: Marks[Weight] = Marks(at_once=True)  # they hold a part of the graph
-        with torch.enable_grad():
-            self.nodes = {name: _node(parameter) for name, parameter in parameters.items()}
+        self.nodes = _accumulation_nodes(parameters)
         """Where ordinary gradients of each parameter would be accumulated."""
-        self._name_of_node = {node: name for name, node in self.nodes.items()}
 
-    def of_parameter(self, t: Tensor) -> Weight | None:
-        """The weight that `t` is if it is a captured parameter itself, as it was."""
-        weight = self._of_parameter.get(id(t))
-        return weight if weight is not None and t.requires_grad and t.grad_fn is None else None
+    @cached_property
+    def _name_of_node(self) -> dict[Any, str]:
+        return {node: name for name, node in self.nodes.items()}
+
+    def is_parameter(self, t: Tensor) -> bool:
+        """Whether `t` is a captured parameter itself, as it was."""
+        return id(t) in self._itself and t.requires_grad and t.grad_fn is None
+
+    def of_parameter(self, t: Tensor) -> Weight:
+        """The weight that a captured parameter is."""
+        ((name, pull),) = self._itself[id(t)]
+        return Weight(frozenset([name]), pull, None)
 
     def targets_of_parameter(self, t: Tensor) -> list[tuple[str, Pull]]:
         """The `targets` of a captured parameter that is as it was."""
-        targets = self._of_parameter[id(t)].targets
-        assert targets is not None
-        return targets
+        return self._itself[id(t)]
 
     def get(self, t: Tensor) -> Weight | None:
         """The weight that `t` is, or None; `t` carries no mark of the batch."""
         if not t.requires_grad:
             return None
-        weight = self._of_parameter.get(id(t)) or self._derived.get(t)
+        weight = self.of_parameter(t) if id(t) in self._itself else self._derived.get(t)
         if weight is None or weight.node is not t.grad_fn:
             behind = _nodes_behind(t)
             roots = frozenset(name for node, name in self._name_of_node.items() if node in behind)
@@ -76,7 +78,7 @@ class Weights:
 
     def is_known(self, t: Tensor) -> bool:
         """Whether `t` is a parameter or was derived in sight."""
-        return id(t) in self._of_parameter or self._derived.get(t) is not None
+        return id(t) in self._itself or self._derived.get(t) is not None
 
     def derive(
         self,
@@ -128,9 +130,24 @@ class Weights:
         return weight is not None and weight.is_data
 
 
-def _node(t: Tensor) -> Any:
-    """The node of `get_gradient_edge(t)`, with grad enabled, in a third of its time."""
-    return t.view_as(t).grad_fn.next_functions[0][0] if t.grad_fn is None else t.grad_fn  # type: ignore[union-attr]
+class _Leaves(torch.autograd.Function):
+    """A value of all these tensors, whose node knows theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, *leaves: Tensor) -> Tensor:  # type: ignore[override]
+        return leaves[0].new_empty(0)
+
+
+_apply_leaves: Any = super(torch.autograd.Function, _Leaves).apply  # type: ignore[misc]
+
+
+def _accumulation_nodes(parameters: dict[str, Tensor]) -> dict[str, Any]:
+    """The node of `get_gradient_edge(p)` of each, all at once: 148 of them in 0.06 ms, one by one in 0.3 (Xeon)."""
+    if not parameters:
+        return {}
+    with torch.enable_grad():
+        nodes = _apply_leaves(*parameters.values()).grad_fn.next_functions
+    return {name: node for name, (node, _) in zip(parameters, nodes, strict=True)}
 
 
 def _as_it_is(factor: Factor) -> Factor:

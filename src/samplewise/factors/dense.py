@@ -19,9 +19,13 @@ class Dense(Factor):
 
     def __init__(self, G: Tensor):
         self.G = G
-        self.num_samples = G.shape[0]
-        self.shape = tuple(G.shape[1:])
-        self.num_elements = math.prod(self.shape)
+        self.num_samples, *shape = G.shape
+        self.shape = tuple(shape)
+
+    @property
+    def num_elements(self) -> int:
+        """Of one sample's gradient."""
+        return math.prod(self.shape)
 
     @classmethod
     def of_sum(cls, t: Tensor, dims: int | tuple[int, ...] = 1) -> "Dense":

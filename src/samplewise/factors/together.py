@@ -32,7 +32,7 @@ class Together:
         """{name: sum_b w[b] G_name[b]} over these samples, or all; each in memory of its own."""
         G = self._G_BN if samples is None else self._G_BN[samples]
         parts = (w_B.to(G.dtype) @ G).split([torch.Size(shape).numel() for shape in self._shapes.values()])
-        own = torch._foreach_mul(parts, 1.0)
+        own = torch._foreach_mul(parts, 1.0) if G.is_cuda else [part.clone() for part in parts]  # one op there, many here
         return {
             n: t if len(shape) == 1 else t.reshape(shape) for (n, shape), t in zip(self._shapes.items(), own, strict=True)
         }
@@ -41,9 +41,16 @@ class Together:
 def small(factors: Mapping[str, Factor]) -> tuple[list[Together], dict[str, Factor]]:
     """The small ones among the factors put together, and the others."""
     groups: dict[tuple[torch.device, torch.dtype], dict[str, Dense]] = {}
+    others: dict[str, Factor] = {}
     for name, factor in factors.items():
         if type(factor) is Dense and factor.num_elements <= MAX_ELEMENTS:
-            groups.setdefault((factor.G.device, wide_dtype(factor.G)), {})[name] = factor
-    grouped = [group for group in groups.values() if len(group) > 1]
-    names = {name for group in grouped for name in group}
-    return [Together(group) for group in grouped], {name: f for name, f in factors.items() if name not in names}
+            key = factor.G.device, wide_dtype(factor.G)
+            if key not in groups:
+                groups[key] = {}
+            groups[key][name] = factor
+        else:
+            others[name] = factor
+    for group in groups.values():
+        if len(group) == 1:
+            others |= group
+    return [Together(group) for group in groups.values() if len(group) > 1], others

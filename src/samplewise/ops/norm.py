@@ -37,7 +37,7 @@ def layer_norm(
     y, mean, rstd = meeting.run(_with_statistics)
 
     def scale(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Dense:
-        return Dense(rows((wide(x) - mean).mul_(rstd).mul_(g)).sum(1))
+        return Dense(rows((x - wide(mean)).mul_(rstd).mul_(g)).sum(1))  # in mean's dtype: no copy of x in float32
 
     meeting.use(weight, scale, keep=(input, mean, rstd))
     meeting.use(bias, lambda g: Dense.of_sum(rows(g)))

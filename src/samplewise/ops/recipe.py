@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from samplewise.fold import Fold
-from samplewise.ops.registry import FactorOf, Meeting, Rule
+from samplewise.ops.registry import FactorOf, Meeting, Note, Rule, note_of
 from samplewise.samples import Layout
 
 
@@ -22,9 +22,8 @@ class Recipe:
     """The rule that said so: another that takes its place is asked itself."""
     run: Callable
     """What stands for the op, on weights that need no gradient; its first result is the op's."""
-    name: str
-    how: str
-    layout: Layout
+    note: Note
+    """Of its uses."""
     weights: tuple[int, ...]
     """The places of the weights."""
     kept: tuple[int, ...]
@@ -53,7 +52,8 @@ def recipe_of(rule: Rule, meeting: Meeting, y: Any) -> Recipe | None:
     said = tuple(
         (places[id(use.weight)], use.factor_of, tuple(kept.index(places[id(t)]) for t in use.keep)) for use in meeting.uses
     )
-    return Recipe(rule, meeting.ran, meeting.name, meeting.how, meeting.first_layout, weights, tuple(kept), said)
+    note = note_of(meeting.name, meeting.how, meeting.first_layout, y.dtype)
+    return Recipe(rule, meeting.ran, note, weights, tuple(kept), said)
 
 
 PLAIN = (int, float, complex, str, type(None), torch.dtype, Fold, Layout)

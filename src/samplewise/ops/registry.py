@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from samplewise.factors.base import Factor
@@ -21,6 +23,22 @@ class Use:
     weight: Tensor
     factor_of: FactorOf
     keep: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class Note:
+    """How one use of a parameter was understood."""
+
+    op: str
+    how: str
+    """By which rule: "rule", "elementwise", "generic" or "foreign"."""
+    layout: Layout
+    dtype: torch.dtype
+    """In which the op gave its result."""
+
+
+note_of = lru_cache(maxsize=1024)(Note)
+"""The Note of these, one object for all uses alike."""
 
 
 class Taps(Protocol):
