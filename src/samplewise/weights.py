@@ -142,7 +142,7 @@ _apply_leaves: Any = super(torch.autograd.Function, _Leaves).apply  # type: igno
 
 
 def _accumulation_nodes(parameters: dict[str, Tensor]) -> dict[str, Any]:
-    """The node of `get_gradient_edge(p)` of each, all at once: 148 of them in 0.06 ms, one by one in 0.3 (Xeon)."""
+    """The node of `get_gradient_edge(p)` of each, all at once: 148 of them in 0.08 ms, one by one in 0.27 (Xeon)."""
     if not parameters:
         return {}
     with torch.enable_grad():
