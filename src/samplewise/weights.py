@@ -130,24 +130,10 @@ class Weights:
         return weight is not None and weight.is_data
 
 
-class _Leaves(torch.autograd.Function):
-    """A value of all these tensors, whose node knows theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, *leaves: Tensor) -> Tensor:  # type: ignore[override]
-        return leaves[0].new_empty(0)
-
-
-_apply_leaves: Any = super(torch.autograd.Function, _Leaves).apply  # type: ignore[misc]
-
-
 def _accumulation_nodes(parameters: dict[str, Tensor]) -> dict[str, Any]:
-    """The node of `get_gradient_edge(p)` of each, all at once: 148 of them in 0.08 ms, one by one in 0.27 (Xeon)."""
-    if not parameters:
-        return {}
+    """The node of `get_gradient_edge(p)` of each, in less than half of its time."""
     with torch.enable_grad():
-        nodes = _apply_leaves(*parameters.values()).grad_fn.next_functions
-    return {name: node for name, (node, _) in zip(parameters, nodes, strict=True)}
+        return {name: p.view_as(p).grad_fn.next_functions[0][0] if p.grad_fn is None else p.grad_fn for name, p in parameters.items()}  # type: ignore[union-attr]
 
 
 def _as_it_is(factor: Factor) -> Factor:
