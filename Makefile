@@ -4,7 +4,7 @@ BIN := .venv/bin
 # oneDNN's AMX kernels for bfloat16 crash on some virtual machines; AVX-512 gives the same numbers.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 
-.PHONY: demo test test-all lint fuzz bench coverage test-gpu bench-gpu peers clean
+.PHONY: demo test test-all test-oldest lint fuzz bench coverage test-gpu bench-gpu peers clean
 
 demo: .venv/cli
 	$(BIN)/samplewise demo
@@ -16,6 +16,12 @@ test: lint
 # All cases of the table are traced, not a third of each family.
 test-all: lint
 	SAMPLEWISE_ALL=1 $(BIN)/pytest
+
+# The oldest torch that is supported, in an environment of its own; its deprecations are not ours.
+test-oldest: | .venv/bin/uv
+	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python .venv-oldest
+	$(BIN)/uv pip install --quiet --python .venv-oldest/bin/python --editable '.[dev,bench]' 'torch==2.11.*'
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n auto -W default
 
 lint: .venv/dev
 	$(BIN)/ruff check .
@@ -59,4 +65,4 @@ peers: | .venv/bin/uv
 	@touch $@
 
 clean:
-	rm -rf .venv .peers
+	rm -rf .venv .venv-oldest .peers

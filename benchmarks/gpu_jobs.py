@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import math
 import os
 import queue
 import signal
@@ -20,9 +21,10 @@ from gpu_models import ROWS
 from gpu_worker import SAYS, TRUTH
 
 HERE = Path(__file__).parent
-DEVICE_GIB = 125
-IDLE_GIB = 0.7
-"""A process's context; what it holds besides while it waits is reckoned as an eighth of what it took to warm up."""
+SPARE_GIB = 8
+"""Contexts of processes, and what a reckoning of memory may be off by."""
+SECONDS_TO_ALLOCATE = 15
+"""From when a job is let in until what it takes shows in the device's own count."""
 SECONDS_TO_SETTLE = 0.3
 """What a device has queued of processes that were stopped is done by then."""
 DONE = ("timed", "failed", "out of time")
@@ -43,6 +45,7 @@ class Job:
     log: Path = Path(os.devnull)
     deadline: float = 0.0
     limit: float = 0.0
+    let_in_at: float = -math.inf
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -55,14 +58,13 @@ class Job:
 
     @property
     def most_gib(self) -> float:
-        """What it takes to warm up; for most of that time a job that is compiled has given it back."""
+        """What it takes while it runs."""
         gib = ROWS[self.row].gib * (2 if self.dtype == "fp32" else 1)
-        return gib / 2 if self.first == 1 else gib
-
-    @property
-    def gib(self) -> float:
-        """What it is reckoned to hold now."""
-        return {"warm": self.most_gib, "ready": IDLE_GIB + self.most_gib / 8}.get(self.state, IDLE_GIB)
+        if self.method == TRUTH:
+            return gib
+        method = METHODS[self.method]
+        holds_gradients = method.answer == "gradients" or method.library.startswith(("vmap", "BackPACK"))
+        return gib * (2 if holds_gradients else 1)
 
     def start(
         self, options: argparse.Namespace, folder: Path, heard: queue.Queue, num_compiled: int, small_error: float | None
@@ -116,10 +118,13 @@ class Job:
         self.end()
 
     def end(self) -> None:
-        """Ends the process and what it started (its compiler's processes), and waits until the device is free of it."""
+        """Ends the process and what it started (its compiler's processes); it takes a while until it `is_gone`."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+
+    def is_gone(self) -> bool:
+        """Whether the device is free of it."""
+        return self.process.poll() is not None
 
     def take(self, message: dict[str, Any]) -> None:
         """Goes on to what the process said it is."""
@@ -153,7 +158,7 @@ def measure(
     `small_error` gives what the check of a row's method on a few samples has found, if it was run.
     """
     heard: queue.Queue = queue.Queue()
-    waiting, running = list(jobs), []
+    waiting, running, ending = list(jobs), [], []
     num_compiled = min(options.slots, sum(job.first == 1 for job in jobs))
     try:
         while (waiting or running) and time.monotonic() < until:
@@ -162,13 +167,15 @@ def measure(
                 running[-1].start(options, folder, heard, num_compiled, small_error(running[-1].row, running[-1].method))
             let_in(running, options)
             listen(running, heard, folder)
-            for job in running:
-                if job.state == "ready":
-                    take_turn(job, [other for other in running if other is not job], options, heard, folder)
+            ending = [job for job in ending if not job.is_gone()]
+            ready = None if ending else next_ready(running, options)
+            if ready is not None:
+                take_turn(ready, [other for other in running if other is not ready], options, heard, folder)
             done = [job for job in running if job.state in DONE]
             running = [job for job in running if job.state not in DONE]
             for job in done:
                 job.end()
+                ending.append(job)
                 yield job
     finally:
         for job in running:
@@ -179,14 +186,39 @@ def measure(
 
 
 def let_in(jobs: list[Job], options: argparse.Namespace) -> None:
-    """Lets jobs warm up that the device has memory for, the largest first."""
-    for job in sorted((job for job in jobs if job.state == "checked"), key=lambda job: (job.first, -job.most_gib)):
-        others = [other for other in jobs if other is not job and other.state not in DONE]
-        gib = sum(other.gib for other in others) + job.most_gib
-        if gib > DEVICE_GIB and any(other.state == "warm" for other in others):
-            return
-        job.state = "warm"
-        job.tell("warm", options.limit)
+    """Lets jobs warm up that the device has memory for, the largest first; what the first that must wait needs is left to it."""
+    checked = sorted((job for job in jobs if job.state == "checked"), key=lambda job: (job.first, -job.most_gib))
+    if not checked:
+        return
+    now = time.monotonic()
+    room = free_gib(options) - sum(job.most_gib for job in jobs if now < job.let_in_at + SECONDS_TO_ALLOCATE)
+    has_kept_room = False
+    for job in checked:
+        fits = job.most_gib <= room or not any(other.state == "warm" for other in jobs)
+        if fits:
+            job.state, job.let_in_at = "warm", now
+            job.tell("warm", options.limit)
+        if fits or not has_kept_room:
+            room -= job.most_gib
+        has_kept_room = has_kept_room or not fits
+
+
+def next_ready(jobs: list[Job], options: argparse.Namespace) -> Job | None:
+    """A job that can be timed in the memory that there is, or any if no other will make room."""
+    ready = [job for job in jobs if job.state == "ready"]
+    if not ready:
+        return None
+    room = free_gib(options) if any(job.state == "warm" for job in jobs) else math.inf
+    return next((job for job in ready if job.most_gib <= room), None)
+
+
+def free_gib(options: argparse.Namespace) -> float:
+    """What the device has left, less something to spare."""
+    if options.tiny:
+        return math.inf
+    ask = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    done = subprocess.run(ask, capture_output=True, text=True, check=True)
+    return float(done.stdout.splitlines()[0]) / 1024 - SPARE_GIB
 
 
 def take_turn(job: Job, others: list[Job], options: argparse.Namespace, heard: queue.Queue, folder: Path) -> None:
@@ -200,7 +232,6 @@ def take_turn(job: Job, others: list[Job], options: argparse.Namespace, heard: q
         listen([job], heard, folder, waits=("ready",))
     for other in others:
         other.resume(time.monotonic() - begin)
-    job.end()
 
 
 def listen(jobs: list[Job], heard: queue.Queue, folder: Path, waits: tuple[str, ...] = ("started", "warm")) -> None:

@@ -66,6 +66,19 @@ def out_of_memory(error: BaseException) -> bool:
     return any(words in str(error) for words in ("out of memory", "ALLOC_FAILED"))
 
 
+def patiently(step: Step, device: str) -> Any:
+    """What the step gives; where others have the memory that it needs, it is tried a few times."""
+    for _ in range(3):
+        try:
+            return step()
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+        release(device)
+        time.sleep(10)
+    return step()
+
+
 def release(device: str) -> None:
     gc.collect()
     if device == "cuda":
@@ -153,12 +166,11 @@ def prepare(row: Row, dtype: str, device: str, path: Path, method: Method, known
     facts |= {"changes": changes} if changes else {}
     step = method.build(model, row.loss_fn, batch)
     with memory_given_back(device, method):
-        answer = step()
+        answer = patiently(step, device)
     if method.answer != "plain" and "untied head" not in changes:
         facts |= full_error(answer, method, path)
     del answer
-    for _ in range(2):
-        step()
+    patiently(step, device)
 
     def time_alone(seconds: float) -> dict[str, Any]:
         return {**timed(step, device, seconds), **facts}
@@ -235,7 +247,7 @@ def full_error(answer: Any, method: Method, path: Path) -> dict[str, Any]:
 
 
 def timed(step: Step, device: str, seconds: float) -> dict[str, Any]:
-    """Milliseconds of a step, at least ten of them, and the peak GiB reserved while they ran, weights and batch in it."""
+    """Milliseconds of a step, at least three of them, and the peak GiB reserved while they ran, weights and batch in it."""
     begin = time.perf_counter()
     while time.perf_counter() - begin < seconds / 5:
         milliseconds(step, device)
@@ -244,9 +256,9 @@ def timed(step: Step, device: str, seconds: float) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     times: list[float] = []
     begin = time.perf_counter()
-    while len(times) < 10 or time.perf_counter() - begin < seconds:
+    while len(times) < 3 or time.perf_counter() - begin < seconds:
         times.append(milliseconds(step, device))
-    p20, p50, p80 = (statistics.quantiles(times, n=10)[k] for k in (1, 4, 7))
+    p20, p50, p80 = (statistics.quantiles(times, n=10, method="inclusive")[k] for k in (1, 4, 7))
     peak = torch.cuda.max_memory_reserved() / 2**30 if device == "cuda" else None
     return {"p20": p20, "p50": p50, "p80": p80, "num_steps": len(times), "peak_gib": peak}
 

@@ -133,7 +133,10 @@ class Weights:
 def _accumulation_nodes(parameters: dict[str, Tensor]) -> dict[str, Any]:
     """The node of `get_gradient_edge(p)` of each, in less than half of its time."""
     with torch.enable_grad():
-        return {name: p.view_as(p).grad_fn.next_functions[0][0] if p.grad_fn is None else p.grad_fn for name, p in parameters.items()}  # type: ignore[union-attr]
+        return {
+            name: p.view_as(p).grad_fn.next_functions[0][0] if p.grad_fn is None else p.grad_fn
+            for name, p in parameters.items()
+        }  # type: ignore[union-attr]
 
 
 def _as_it_is(factor: Factor) -> Factor:
