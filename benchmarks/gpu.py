@@ -82,9 +82,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=2.0, help="how long a method is timed")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds until a process counts as too slow")
     parser.add_argument("--budget", type=float, default=36000.0, help="seconds for the whole call")
-    parser.add_argument(
-        "--slots", type=int, default=3 * (os.cpu_count() or 1) // 2, help="processes that get ready side by side"
-    )
+    parser.add_argument("--slots", type=int, default=os.cpu_count() or 1, help="processes that get ready side by side")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--commit", help="what the results are of, where there is no repository to ask")
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU")

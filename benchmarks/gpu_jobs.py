@@ -23,6 +23,8 @@ from gpu_worker import SAYS, TRUTH
 HERE = Path(__file__).parent
 SPARE_GIB = 8
 """Contexts of processes, and what a reckoning of memory may be off by."""
+MOST_GIB = 80
+"""More is not waited for: the device would have to stand empty. Who finds too little is tried alone in the end."""
 SECONDS_TO_ALLOCATE = 15
 """From when a job is let in until what it takes shows in the device's own count."""
 SECONDS_TO_SETTLE = 0.3
@@ -64,7 +66,7 @@ class Job:
             return gib
         method = METHODS[self.method]
         holds_gradients = method.answer == "gradients" or method.library.startswith(("vmap", "BackPACK"))
-        return gib * (2 if holds_gradients else 1)
+        return min(gib * (2 if holds_gradients else 1), MOST_GIB)
 
     def start(
         self, options: argparse.Namespace, folder: Path, heard: queue.Queue, num_compiled: int, small_error: float | None
