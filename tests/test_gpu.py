@@ -258,7 +258,8 @@ def test_a_recording_is_cut_from_one_block_with_few_holes():
         held = [x.repeat(k) + 1 for k in (3, 7, 2, 11, 5)]
         del held[1::2]
         held += [x.repeat(k) * 2 for k in (4, 6, 9)]
-        return [torch.stack([t.sum() for t in held]), x[::2], x[:1].expand(3)]
+        small = [x[: 1 << 18] * k for k in range(64)]  # 64 MB in segments of small tensors
+        return [torch.stack([t.sum() for t in (*held, *small)]), x[::2], x[:1].expand(3)]
 
     expected = run(x)
     first = replay.Recording(run, [x], [], None).num_bytes()

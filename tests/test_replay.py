@@ -3,35 +3,7 @@
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from samplewise import sizes
-from samplewise.replay import Recorder, is_held_up, is_small_beside
-
-
-def chain(x, w):
-    for _ in range(100):
-        x = (x @ w).sin()
-    return [x]
-
-
-def traced(size: int):
-    return make_fx(chain, tracing_mode="fake")(torch.zeros(size, size), torch.zeros(size, size))
-
-
-def test_short_kernels_are_held_up_by_launches_and_long_ones_are_not():
-    assert is_held_up(traced(64))
-    assert not is_held_up(traced(8192))  # 1.1e14 operations in 200 ops
-
-
-def test_a_graph_of_any_size_is_judged_by_the_size_it_was_made_of():
-    def trace(size: int):
-        return make_fx(lambda x, w: [x.new_ones(len(x), 4) @ w, x @ w], tracing_mode="fake")(
-            torch.zeros(size, 4), torch.zeros(4, 4)
-        )
-
-    first, second = trace(6), trace(8)
-    graph = sizes.of_any_size(sizes.template(first, second, (6, 8)), first, (0, 0))
-    assert graph(torch.ones(3, 4), torch.ones(4, 4))[0].shape == (3, 4)
-    assert is_held_up(graph) and is_held_up(first)
+from samplewise.replay import Recorder, is_small_beside
 
 
 def test_gradients_of_every_sample_are_not_kept_twice():

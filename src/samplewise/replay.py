@@ -7,18 +7,11 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
 
 Run = Callable[..., list[Tensor]]
 Shapes = tuple[torch.Size, ...]
-
-LAUNCH = 1e-5
-"""Seconds from one kernel to the next where Python launches them: 1,950 kernels of a GPT-2 step in 19.6 ms, 13.6 of them
-running (H200, torch 2.11)."""
-FASTEST = 1e15
-"""Floating-point operations in a second, about the most that a device does. A measured rate is lower while others use the device,
-and a step that should be recorded is not: GPT-2 at B16 T256 then took 28.8 ms in place of 12.5."""
 
 MAX_RECORDINGS = 64
 """Of a step, for batches of so many sizes; each takes some megabytes besides the memory that they share."""
@@ -32,7 +25,7 @@ MAX_PLANS = 8
 NUM_HALVINGS = 6
 """How often the memory of a recording is halved in search of the least."""
 SMALL_BYTES = 1 << 25
-"""What may lie beside the block: tensors below a megabyte have memory of their own."""
+"""What may lie beside the block, besides tensors below a megabyte, which torch keeps in segments of their own."""
 
 
 class Recorder:
@@ -52,15 +45,13 @@ class Recorder:
         _recorders.add(self)
 
     def recorded(self, compiled: Run, graph: GraphModule, tensors: list[Tensor]) -> Run:
-        """The compiled graph, recorded when a batch size comes for the second time, if launches hold it up on its one GPU."""
+        """The compiled graph, recorded when a batch size comes for the second time, if it runs on one GPU with memory to spare."""
         read = [attrgetter(str(node.target))(graph) for node in graph.graph.nodes if node.op == "get_attr"]
         state = [t for t in read if isinstance(t, Tensor)]
         results = [node.meta.get("val") for out in graph.graph.find_nodes(op="output") for node in out.all_input_nodes]
         outputs = [t for t in tree_leaves(results) if isinstance(t, Tensor)]
         devices = {t.device for t in (*tensors, *state)}
-        if len(devices) != 1 or next(iter(devices)).type != "cuda":
-            return compiled
-        if not is_held_up(graph) or not is_small_beside(outputs, state):
+        if len(devices) != 1 or next(iter(devices)).type != "cuda" or not is_small_beside(outputs, state):
             return compiled
         recordings = self._recordings.setdefault(compiled, {})
         num_left: dict[Shapes, int] = {}
@@ -126,32 +117,6 @@ class Recorder:
 _recorders: WeakSet[Recorder] = WeakSet()
 
 
-def is_held_up(graph: GraphModule) -> bool:
-    """Whether the GPU would wait for Python to launch the graph's kernels, by their number and by what they have to do.
-
-    Others gain little, and may lose memory: a step of Llama (1B, B4 T2048) takes 145.5 ms recorded and 149.0 not, and 26.4 GiB in
-    place of 24.0 (H200).
-    """
-    nodes = [node for node in graph.graph.nodes if node.op == "call_function" and not _is_view(node)]
-    return 2 * LAUNCH * len(nodes) > sum(map(_num_flops, nodes)) / FASTEST
-
-
-def _num_flops(node: Node) -> int:
-    """What the op's products take; the rest is fused or short."""
-    from torch.utils.flop_counter import flop_registry  # imports Triton
-
-    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if count is None:
-        return 0
-    args, kwargs = tree_map_only(Node, lambda n: n.meta.get("val"), (node.args, node.kwargs))  # sizes have none
-    return count(*args, **kwargs, out_val=node.meta["val"])
-
-
-def _is_view(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is None or any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-
-
 def is_small_beside(outputs: list[Tensor], state: list[Tensor]) -> bool:
     """Whether results, of which a recording keeps a copy, are as large as parameters (sums) and not as those of every sample."""
     return sum(t.nbytes for t in outputs) <= max(2 * sum(t.nbytes for t in state), SMALL_BYTES)
@@ -185,10 +150,10 @@ class Recording:
         torch._foreach_copy_(results, self._outputs)
         return results
 
-    def num_bytes(self) -> int:
-        """What this recording and those that share its memory keep."""
-        segments = torch.cuda.memory_snapshot()
-        return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == self.pool)
+    def num_bytes(self, *kinds: str) -> int:
+        """What this recording and those that share its memory keep, in segments of these kinds ("large", "small") or of all."""
+        segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == self.pool]
+        return sum(s["total_size"] for s in segments if not kinds or s["segment_type"] in kinds)
 
 
 def _compact(record: Callable[[int], Recording]) -> Recording:
@@ -197,10 +162,10 @@ def _compact(record: Callable[[int], Recording]) -> Recording:
     A recording keeps its memory. Taken block by block, as blocks are asked for, it is full of holes: GPT-2 at B8 T1024 kept 7.0 GiB
     where 4.6 were in use at once. Cut from one block it has few, so the least block is sought that everything fits into.
     """
-    low, high = 0, record(0).num_bytes()
+    low, high = 0, record(0).num_bytes("large")
     for _ in range(NUM_HALVINGS):
         middle = (low + high) // 2
-        low, high = (low, middle) if record(middle).num_bytes() <= middle + SMALL_BYTES else (middle, high)
+        low, high = (low, middle) if record(middle).num_bytes("large") <= middle + SMALL_BYTES else (middle, high)
     return record(high)
 
 
