@@ -17,12 +17,11 @@ test: lint
 test-all: lint
 	SAMPLEWISE_ALL=1 $(BIN)/pytest
 
-# The oldest torch that is supported, in an environment of its own; its deprecations are not ours, nor is it that its own backward of a
-# group norm of channels-last images ends the process.
+# The oldest torch that is supported, in an environment of its own; its deprecations are not ours.
 test-oldest: | .venv/bin/uv
 	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python .venv-oldest
 	$(BIN)/uv pip install --quiet --python .venv-oldest/bin/python --editable '.[dev,bench]' 'torch==2.11.*'
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n auto -W default -k "not group-norm-channels-last"
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n auto -W default
 
 lint: .venv/dev
 	$(BIN)/ruff check .
