@@ -93,14 +93,23 @@ QUERIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def samplewise(answer: str, compiled: bool) -> Build:
-    def build(model: nn.Module, loss_fn: LossFn, batch: tuple[Tensor, ...]) -> Step:
+class Samplewise:
+    """A step and what is to be told of it."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn, batch: tuple[Tensor, ...], answer: str, compiled: bool):
         import samplewise as sw
 
-        step = sw.per_sample_step(model, loss_fn, QUERIES[answer], compile=compiled)
-        return lambda: step(*batch).answer
+        self._step, self._batch = sw.per_sample_step(model, loss_fn, QUERIES[answer], compile=compiled), batch
 
-    return build
+    def __call__(self) -> Any:
+        return self._step(*self._batch).answer
+
+    def facts(self) -> dict[str, Any]:
+        return {name: getattr(self._step, name) for name in ("num_recordings", "why_op_by_op") if hasattr(self._step, name)}
+
+
+def samplewise(answer: str, compiled: bool) -> Build:
+    return lambda model, loss_fn, batch: Samplewise(model, loss_fn, batch, answer, compiled)
 
 
 # --- peers ----------------------------------------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ weighted sum are added by hand. "Changed model" is what Opacus needs where it do
 ‖answer - truth‖ / ‖truth‖ over all parameters: on 3 samples of a model of fewer layers in float32 against one float64 backward a
 sample, and on the timed batch in the timed dtype against one float32 backward a sample (gradients by norms and clipped sum). The
 floor counts the products alone. bf16 is weights, activations and gradients in bfloat16; fp32 is torch's default, with TF32 in
-convolutions and without it in products."""
+convolutions and without it in products. "Not recorded" are compiled steps whose kernels Python launches one by one."""
 
 
 def section(results: Results, row: str, dtype: str) -> str:
@@ -153,7 +153,8 @@ def section(results: Results, row: str, dtype: str) -> str:
 
 
 def line(results: Results, method: Method, facts: dict[str, Any]) -> str:
-    changes = f" ({', '.join(facts['changes'])})" if facts.get("changes") else ""
+    told = [*facts.get("changes", ()), *(["not recorded"] if facts.get("num_recordings") == 0 else [])]
+    changes = f" ({', '.join(told)})" if told else ""
     if "failed" in facts:
         return f"| {method.name} | fails: {facts['failed'].replace('|', '/')} | | | | | |"
     times = f"{facts['p50']:.2f} ({facts['p20']:.2f} - {facts['p80']:.2f})"

@@ -20,7 +20,18 @@ from typing import Any
 
 import torch
 from gpu_floor import floor, layers_of, measured_rates
-from gpu_methods import MAX_NORM, METHODS, Gradients, LossFn, Method, Step, clipped_by_hand, norms_by_hand, trained
+from gpu_methods import (
+    MAX_NORM,
+    METHODS,
+    Gradients,
+    LossFn,
+    Method,
+    Samplewise,
+    Step,
+    clipped_by_hand,
+    norms_by_hand,
+    trained,
+)
 from gpu_models import ROWS, Batch, Row
 from torch import Tensor, nn
 
@@ -173,7 +184,8 @@ def prepare(row: Row, dtype: str, device: str, path: Path, method: Method, known
     patiently(step, device)
 
     def time_alone(seconds: float) -> dict[str, Any]:
-        return {**timed(step, device, seconds), **facts}
+        times = timed(step, device, seconds)
+        return {**times, **facts, **(step.facts() if isinstance(step, Samplewise) else {})}
 
     return time_alone
 

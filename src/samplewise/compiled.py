@@ -70,6 +70,11 @@ class Compiled:
         self._families: dict[Any, list[Family]] = {}
         self._recorder = Recorder()
 
+    @property
+    def num_recordings(self) -> int:
+        """For how many sizes of the batch the step is recorded as a CUDA graph."""
+        return self._recorder.num_recordings
+
     def __call__(self, *batch: Any) -> Any:
         leaves, spec = tree_flatten(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

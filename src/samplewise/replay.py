@@ -17,8 +17,8 @@ MAX_RECORDINGS = 64
 """Of a step, for batches of so many sizes; each takes some megabytes besides the memory that they share."""
 MAX_SHARE = 0.5
 """Of the device's memory, for the recordings of all steps: what they keep is for nobody else."""
-MAX_MOVES = 3
-"""How often a batch size is recorded anew because parameters have moved in memory."""
+MAX_TRIES = 4
+"""How often a batch size is recorded: anew where parameters have moved in memory, again where memory had ended."""
 MAX_PLANS = 8
 """How often the shared memory is planned anew because a recording asks for more."""
 
@@ -59,17 +59,20 @@ class Recorder:
         def run(*tensors: Tensor) -> list[Tensor]:
             shapes = tuple(t.shape for t in tensors)
             if shapes not in num_left:
-                num_left[shapes] = 1 + MAX_MOVES
+                num_left[shapes] = MAX_TRIES
                 return compiled(*tensors)
             if shapes in recordings and not recordings[shapes].is_valid():
                 del recordings[shapes]
                 num_left[shapes] -= 1
             if shapes not in recordings:
-                if not num_left[shapes] or sum(1 for _ in self._all()) >= MAX_RECORDINGS:
+                if not num_left[shapes] or self.num_recordings >= MAX_RECORDINGS:
                     return compiled(*tensors)
                 try:
                     recordings[shapes] = self._record(compiled, list(tensors), state)
-                except (torch.OutOfMemoryError, torch.AcceleratorError):  # memory ends, or no recording takes some op
+                except torch.OutOfMemoryError:
+                    num_left[shapes] -= 1  # others may have it now and not later
+                    return compiled(*tensors)
+                except torch.AcceleratorError:  # no recording takes some op
                     num_left[shapes] = 0
                     return compiled(*tensors)
             return self._replay(recordings[shapes], tensors)
@@ -109,6 +112,10 @@ class Recorder:
             results = recording(tensors)
             self._turn = torch.cuda.current_stream().record_event()
         return results
+
+    @property
+    def num_recordings(self) -> int:
+        return sum(map(len, self._recordings.values()))
 
     def _all(self) -> Iterator["Recording"]:
         return (recording for recordings in self._recordings.values() for recording in recordings.values())
