@@ -440,3 +440,22 @@ def test_parameters_are_those_that_the_model_names(make):
     assert all(
         (p.grad is None) == (id(p) in named) for m in model.modules() for p in m._parameters.values() if p is not None
     )
+
+
+def test_an_error_of_the_model_comes_out_as_it_is():
+    """Also where the model was given a hook of its own during the call that fails."""
+    model, x = Fn(lambda s, x: _fails() if x.shape[1] != D else x @ s.w, w=(D, D)).double(), torch.randn(B, D).double()
+    with sw.capture(model, verify=False) as grads:
+        model.register_forward_pre_hook(lambda m, args: _hooked(m))
+        with pytest.raises(ZeroDivisionError):
+            model(x[:, :1])
+        grads.backward(rows(model, x))
+    assert relative_error(grads["w"].materialize(), oracle(model, rows, x)["w"]) < 1e-9
+
+
+def _fails():
+    raise ZeroDivisionError
+
+
+def _hooked(module):
+    module.register_forward_hook(lambda m, args, out: None)
