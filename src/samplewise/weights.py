@@ -134,9 +134,9 @@ def _accumulation_nodes(parameters: dict[str, Tensor]) -> dict[str, Any]:
     """The node of `get_gradient_edge(p)` of each, in less than half of its time."""
     with torch.enable_grad():
         return {
-            name: p.view_as(p).grad_fn.next_functions[0][0] if p.grad_fn is None else p.grad_fn
+            name: p.view_as(p).grad_fn.next_functions[0][0] if p.grad_fn is None else p.grad_fn  # type: ignore[union-attr]
             for name, p in parameters.items()
-        }  # type: ignore[union-attr]
+        }
 
 
 def _as_it_is(factor: Factor) -> Factor:
