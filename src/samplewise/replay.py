@@ -58,7 +58,7 @@ class Recorder:
         results = [node.meta.get("val") for out in graph.graph.find_nodes(op="output") for node in out.all_input_nodes]
         outputs = [t for t in tree_leaves(results) if isinstance(t, Tensor)]
         devices = {t.device for t in (*tensors, *state)}
-        if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        if len(devices) != 1 or next(iter(devices)).type != "cuda" or not is_all_on(next(iter(devices)), graph):
             return compiled
         if not is_held_up(graph) or not is_small_beside(outputs, state):
             return compiled
@@ -124,6 +124,24 @@ class Recorder:
 
 
 _recorders: WeakSet[Recorder] = WeakSet()
+
+
+def is_all_on(device: torch.device, graph: GraphModule) -> bool:
+    """Whether the host computes nothing but constants that stay inside: what it does is done once, when it is recorded.
+
+    A number that it draws, `x * torch.rand(())` on the CPU, would be the same in every step.
+    """
+    away = {node for node in graph.graph.nodes if any(t.device != device for t in _values(node))}
+    seeded = torch.Tag.nondeterministic_seeded
+    if any(
+        seeded in getattr(node.target, "tags", ()) or any(map(_values, set(node.all_input_nodes) - away)) for node in away
+    ):
+        return False
+    return away.isdisjoint(*(out.all_input_nodes for out in graph.graph.find_nodes(op="output")))
+
+
+def _values(node: Node) -> list[Tensor]:
+    return [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
 
 
 def is_held_up(graph: GraphModule) -> bool:
