@@ -390,3 +390,14 @@ def test_private_training(dtype, secure):
         seen[z] = twin[0].weight.grad.double()
     assert relative_error(seen[0.0], true) < (0.05 if dtype == torch.bfloat16 else 2e-2)  # TF32 margins of a norm are 1/128
     assert abs(float((seen[2.0] - seen[0.0]).std()) / (2 * 0.1 / 64) - 1) < 0.03
+
+
+def test_a_recording_that_fails_leaves_the_stream_as_it_was():
+    def waits(x):
+        torch.cuda.current_stream().synchronize()  # which no recording takes
+        return [x.sin()]
+
+    before = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):
+        replay.Recording(waits, [torch.zeros(4)], [], None)
+    assert torch.cuda.current_stream() == before
