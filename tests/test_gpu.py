@@ -401,3 +401,10 @@ def test_a_recording_that_fails_leaves_the_stream_as_it_was():
     with pytest.raises(RuntimeError):
         replay.Recording(waits, [torch.zeros(4)], [], None)
     assert torch.cuda.current_stream() == before
+
+
+def test_a_recording_gives_conjugates():
+    """Which torch does not compute before they are read, and compiled graphs give back so."""
+    x = torch.randn(4, dtype=torch.complex64)
+    (y,) = replay.Recording(lambda x: [(x * 2).conj()], [x], [], None)((x,))
+    assert torch.equal(y, (x * 2).conj())
