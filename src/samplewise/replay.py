@@ -183,9 +183,7 @@ class Recording:
         self._state, self._places = state, [t.data_ptr() for t in state]
         self._graph = torch.cuda.CUDAGraph()
         torch._C._cuda_clearCublasWorkspaces()  # or one of an earlier recording would be used, and would hold that one's memory
-        here = torch.cuda.stream(
-            torch.cuda.current_stream()
-        )  # where we are again if recording fails: torch 2.11 would not be
+        here = torch.cuda.stream(torch.cuda.current_stream())  # left by torch 2.11 if recording fails
         with here, torch.cuda.graph(self._graph, pool=pool):  # which first gives back what nothing holds any more
             block = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
             del block
