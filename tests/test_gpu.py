@@ -389,3 +389,39 @@ def test_private_training(dtype, secure):
         seen[z] = twin[0].weight.grad.double()
     assert relative_error(seen[0.0], true) < (0.05 if dtype == torch.bfloat16 else 2e-2)  # TF32 margins of a norm are 1/128
     assert abs(float((seen[2.0] - seen[0.0]).std()) / (2 * 0.1 / 64) - 1) < 0.03
+
+
+def test_a_recording_that_fails_leaves_the_stream_as_it_was():
+    def waits(x):
+        torch.cuda.current_stream().synchronize()  # which no recording takes
+        return [x.sin()]
+
+    before = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):
+        replay.Recording(waits, [torch.zeros(4)], [], None)
+    assert torch.cuda.current_stream() == before
+
+
+def test_a_recording_gives_conjugates():
+    """Which torch does not compute before they are read, and compiled graphs give back so."""
+    x = torch.randn(4, dtype=torch.complex64)
+    (y,) = replay.Recording(lambda x: [(x * 2).conj()], [x], [], None)((x,))
+    assert torch.equal(y, (x * 2).conj())
+
+
+def test_a_step_that_counts_its_calls_counts_each_once():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(3, 2)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return self.a(x)
+
+    model = Counting()
+    step = sw.per_sample_step(model, lambda model, x: model(x).square().sum(1), _answers, compile=True)
+    for k, size in enumerate((4, 4, 4, 5, 5, 5, 4)):
+        step(torch.randn(size, 3))
+        assert model.calls.item() == k + 1

@@ -397,3 +397,65 @@ def test_a_call_that_is_refused_as_it_begins_ends():
     truth = oracle(model, rows, x)
     assert all(relative_error(grads[n].materialize(), G) < 1e-9 for n, G in truth.items())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+class Hides(nn.Sequential):
+    """Says that its second part has no parameters."""
+
+    def named_parameters(self, *args, **kwargs):
+        return ((name, p) for name, p in super().named_parameters(*args, **kwargs) if not name.startswith("1."))
+
+
+class Renames(nn.Sequential):
+    def named_parameters(self, *args, **kwargs):
+        return ((f"inner.{name}", p) for name, p in super().named_parameters(*args, **kwargs))
+
+
+class Shut(nn.Sequential):
+    """Does not say that it has parts."""
+
+    def named_modules(self, memo=None, prefix="", remove_duplicate=True):
+        yield prefix, self
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Hides(nn.Linear(D, D), nn.Linear(D, D)),
+        lambda: Renames(nn.Linear(D, D), nn.Linear(D, D)),
+        lambda: nn.Sequential(nn.Linear(D, D), Shut(nn.Linear(D, D))),
+    ],
+    ids=["hides", "renames", "shut"],
+)
+def test_parameters_are_those_that_the_model_names(make):
+    """A model that has its own words for what it holds is believed, and what it hides has an ordinary gradient."""
+    model, x = make().double(), torch.randn(B, D).double()
+    with sw.capture(model, verify=False) as grads:
+        grads.backward(rows(model, x))
+    truth = oracle(model, rows, x)
+    assert list(grads) == [name for name, _ in model.named_parameters()]
+    assert all(relative_error(grads[n].materialize(), G) < 1e-9 for n, G in truth.items())
+    assert relative_error(grads.norms(), torch.cat([G.flatten(1) for G in truth.values()], 1).norm(dim=1)) < 1e-9
+    named = {id(p) for _, p in model.named_parameters()}
+    assert all(
+        (p.grad is None) == (id(p) in named) for m in model.modules() for p in m._parameters.values() if p is not None
+    )
+
+
+def test_an_error_of_the_model_comes_out_as_it_is():
+    """Also where the model was given a hook of its own during the call that fails."""
+    model, x = Fn(lambda s, x: _fails() if x.shape[1] != D else x @ s.w, w=(D, D)).double(), torch.randn(B, D).double()
+    with sw.capture(model, verify=False) as grads:
+        model.register_forward_pre_hook(lambda m, args: _hooked(m))
+        with pytest.raises(ZeroDivisionError):
+            model(x[:, :1])
+        grads.backward(rows(model, x))
+    assert relative_error(grads["w"].materialize(), oracle(model, rows, x)["w"]) < 1e-9
+
+
+def _fails():
+    raise ZeroDivisionError
+
+
+def _hooked(module):
+    module.register_forward_hook(lambda m, args, out: None)

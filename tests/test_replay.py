@@ -1,9 +1,11 @@
 """Which compiled steps are recorded as CUDA graphs; that a recording gives the right numbers is for tests/test_gpu.py."""
 
+import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from samplewise.replay import Recorder, is_small_beside
+from samplewise.replay import Recorder, is_all_on, is_small_beside
 
 
 def test_gradients_of_every_sample_are_not_kept_twice():
@@ -16,3 +18,23 @@ def test_gradients_of_every_sample_are_not_kept_twice():
 def test_the_cpu_records_nothing():
     graph = make_fx(lambda x: [x.sin()])(torch.zeros(4, 4))
     assert Recorder().recorded(graph.forward, graph, [torch.zeros(4, 4)]) == graph.forward
+
+
+HOSTS = {
+    "nothing": (lambda x: [x.sin()], True),
+    "a constant": (lambda x: [x * torch.full((), 2.0).sqrt()], True),
+    "a number that it draws": (lambda x: [x * torch.rand(())], False),
+    "a number that it draws, looked at": (lambda x: [x * (torch.rand(()) < 0.5)], False),
+    "a copy": (lambda x: [x * x.sum().to("cpu", non_blocking=True)], False),
+    "a result": (lambda x: [x.sin(), torch.zeros(())], False),
+}
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_a_step_is_not_recorded_if_the_host_has_part_in_it(name):
+    """What the host does would be done once, when the step is recorded: numbers that it draws would not change any more."""
+    function, is_recorded = HOSTS[name]
+    with FakeTensorMode():
+        x = torch.empty(4, 4, device="cuda")
+        graph = make_fx(function)(x)
+    assert is_all_on(x.device, graph) == is_recorded

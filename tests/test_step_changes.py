@@ -376,3 +376,25 @@ def test_a_counter_in_forward_ends_in_an_error_that_names_it(uncompiled):
     with pytest.raises(sw.SamplewiseError, match="calls"):
         for _ in range(3 * MAX_FAMILIES):
             step(*batch_of())
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x)
+
+
+def test_a_buffer_is_written_once_a_step():
+    """Also in the first step, which is run op by op before it is compiled, and where a second size comes."""
+    model = Counting()
+    step = sw.per_sample_step(model, lambda model, x: model(x).square().sum(1), norms, compile=True)
+    for k, size in enumerate((4, 4, 5, 5, 4, 6)):
+        step(torch.randn(size, 3))
+        assert model.calls.item() == k + 1

@@ -65,7 +65,7 @@ class Capture(MarkedBatch, Uses):
         self.model = model
         self.loss_reduction, self.verify = loss_reduction, verify
         self._modules = list(dict.fromkeys(module for _, module in parts))
-        self.parameters, self._aliases = captured_parameters(parts, params, exclude)
+        self.parameters, self._aliases = captured_parameters(model, parts, params, exclude)
         MarkedBatch.__init__(self, batch_size, batch_dim, sample_ids)
         Uses.__init__(self, Planner(memory, plan, rates, device_of(self.parameters)), keep)
         for module in self._modules:

@@ -133,7 +133,20 @@ class Compiled:
         return families[0]
 
     def _settled(self, batch: tuple) -> Snapshot:
-        """What the step's code reads, once taking the step changes nothing of it; what only running shows is refused here."""
+        """What the step's code reads, once taking the step changes nothing of it; what only running shows is refused here.
+
+        Buffers are left as they were: the step itself is taken by the graph.
+        """
+        buffers = [(b, b._version, b.clone()) for b in self.model.buffers()]
+        try:
+            return self._tried(batch)
+        finally:
+            with torch.no_grad():
+                for b, version, before in buffers:
+                    if b._version != version:
+                        b.copy_(before)
+
+    def _tried(self, batch: tuple) -> Snapshot:
         snapshot = Snapshot(self.model, *self.functions)
         grads = [(t, t.grad, None if t.grad is None else t.grad._version) for t in snapshot.leaves()]
         self.run(batch, Record(), verify=self.verify)
@@ -172,7 +185,7 @@ class Compiled:
         if len(others) >= MAX_SIZES and size > 1:
             return None
         trace = Trace(self.model, self.run, batch, Record())
-        family.of_size[size] = Graph(trace, self._compiled(trace.graph, batch, is_fixed=True))
+        family.of_size[size] = Graph(trace, self._compiled(trace.graph, batch, is_fixed=True, writes=trace.writes))
         return family.of_size[size]
 
     def _serves(self, family: Family, size: int, batch: tuple) -> bool:
@@ -209,16 +222,19 @@ class Compiled:
         form = sizes.template(first.graph, second.graph, (small, size))
         sizes.check(form, first.graph, third.graph, third_size)
         graph = sizes.of_any_size(form, first.graph, (place, self.batch_dim))
-        return AnySize(first, self._compiled(graph, batch, is_fixed=False), form, min(small, size), third_size)
+        compiled = self._compiled(graph, batch, is_fixed=False, writes=first.writes)
+        return AnySize(first, compiled, form, min(small, size), third_size)
 
-    def _compiled(self, graph: torch.fx.GraphModule, batch: tuple, *, is_fixed: bool) -> Callable[..., list[Tensor]]:
+    def _compiled(
+        self, graph: torch.fx.GraphModule, batch: tuple, *, is_fixed: bool, writes: bool
+    ) -> Callable[..., list[Tensor]]:
         self.num_graphs += 1
         tensors = [t for t in tree_flatten(batch)[0] if isinstance(t, Tensor)]
         unsized = any(node.target is UNSIZED for node in graph.graph.nodes)
         options: Any = {"fullgraph": True, "options": {"size_asserts": False} if unsized else None}
         if is_fixed:
             compiled = _as_written(torch.compile(hinted(graph).forward, dynamic=False, **options))
-            return self._recorder.recorded(compiled, graph, tensors)
+            return compiled if writes else self._recorder.recorded(compiled, graph, tensors)
         compiled = _as_written(torch.compile(hinted(graph).forward, **options))
 
         def run(*tensors: Tensor) -> list[Tensor]:
@@ -227,7 +243,7 @@ class Compiled:
                 torch._dynamo.maybe_mark_dynamic(t, self.batch_dim)
             return compiled(*tensors)
 
-        return self._recorder.recorded(run, graph, tensors)
+        return run if writes else self._recorder.recorded(run, graph, tensors)
 
 
 def _as_written(compiled: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:

@@ -71,7 +71,9 @@ class Constants(TorchDispatchMode):
         constant = self._constant(func, args, kwargs)
         if constant is not None and func.overloadpacket in READING:
             return constant.value
-        with torch._C.DisableTorchFunction():  # torch may hold a lock here that a look at the graph waits for (2.11, in checkpoints)
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # torch may hold a lock here that a look at the graph waits for (2.11, in checkpoints)
             out = func(*args, **kwargs)
         if func._schema.is_mutable:
             written = zip(func._schema.arguments, args, strict=False)

@@ -1,5 +1,6 @@
 """Compiled steps recorded as CUDA graphs: their kernels are launched at once, in memory that all recordings of a step share."""
 
+import threading
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
@@ -7,7 +8,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 Run = Callable[..., list[Tensor]]
@@ -39,19 +40,24 @@ class Recorder:
         self._recordings: WeakKeyDictionary[Run, dict[Shapes, Recording]] = WeakKeyDictionary()
         self._turn: torch.Event | None = None
         """When the last one that ran is done, on whatever stream."""
+        self._lock = threading.Lock()
         self._num_plans = 0
         self.num_bytes = 0
         """What the recordings keep."""
         _recorders.add(self)
 
     def recorded(self, compiled: Run, graph: GraphModule, tensors: list[Tensor]) -> Run:
-        """The compiled graph, recorded when a batch size comes for the second time, if it runs on one GPU with memory to spare."""
+        """The compiled graph, recorded when a batch size comes for the second time, if it runs on one GPU with memory to spare.
+
+        It is run once more than it is asked for, so it must write to nothing that stays.
+        """
         read = [attrgetter(str(node.target))(graph) for node in graph.graph.nodes if node.op == "get_attr"]
         state = [t for t in read if isinstance(t, Tensor)]
-        results = [node.meta.get("val") for out in graph.graph.find_nodes(op="output") for node in out.all_input_nodes]
-        outputs = [t for t in tree_leaves(results) if isinstance(t, Tensor)]
+        outputs = [t for out in graph.graph.find_nodes(op="output") for node in out.all_input_nodes for t in _values(node)]
         devices = {t.device for t in (*tensors, *state)}
-        if len(devices) != 1 or next(iter(devices)).type != "cuda" or not is_small_beside(outputs, state):
+        if len(devices) != 1 or next(iter(devices)).type != "cuda" or not is_all_on(next(iter(devices)), graph):
+            return compiled
+        if not is_small_beside(outputs, state):
             return compiled
         recordings = self._recordings.setdefault(compiled, {})
         num_left: dict[Shapes, int] = {}
@@ -72,7 +78,7 @@ class Recorder:
                 except torch.OutOfMemoryError:
                     num_left[shapes] -= 1  # others may have it now and not later
                     return compiled(*tensors)
-                except torch.AcceleratorError:  # no recording takes some op
+                except RuntimeError:  # no recording takes some op; if it is something else, it comes again
                     num_left[shapes] = 0
                     return compiled(*tensors)
             return self._replay(recordings[shapes], tensors)
@@ -83,7 +89,8 @@ class Recorder:
         """A recording in the memory of the others, or in the least that holds it, where the others are then to be made anew."""
         with torch.cuda.device(tensors[0].device):
             inputs = [t.clone() for t in tensors]
-            compiled(*inputs)  # what is made once, by the first call on tensors that lie like these, is not recorded
+            with torch.random.fork_rng([tensors[0].device]):
+                compiled(*inputs)  # what is made once, by the first call on tensors that lie like these, is not recorded
             other = next(self._all(), None)
             recording = None if other is None else Recording(compiled, inputs, state, other.pool)
             if (
@@ -106,7 +113,7 @@ class Recorder:
 
     def _replay(self, recording: "Recording", tensors: tuple[Tensor, ...]) -> list[Tensor]:
         """What the recording gives, when the one before is done."""
-        with torch.cuda.device(tensors[0].device):
+        with self._lock, torch.cuda.device(tensors[0].device):
             if self._turn is not None:
                 self._turn.wait()
             results = recording(tensors)
@@ -124,6 +131,24 @@ class Recorder:
 _recorders: WeakSet[Recorder] = WeakSet()
 
 
+def is_all_on(device: torch.device, graph: GraphModule) -> bool:
+    """Whether the host computes nothing but constants that stay inside: what it does is done once, when it is recorded.
+
+    A number that it draws, `x * torch.rand(())` on the CPU, would be the same in every step.
+    """
+    away = {node for node in graph.graph.nodes if any(t.device != device for t in _values(node))}
+    seeded = torch.Tag.nondeterministic_seeded
+    if any(
+        seeded in getattr(node.target, "tags", ()) or any(map(_values, set(node.all_input_nodes) - away)) for node in away
+    ):
+        return False
+    return away.isdisjoint(*(out.all_input_nodes for out in graph.graph.find_nodes(op="output")))
+
+
+def _values(node: Node) -> list[Tensor]:
+    return [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
+
+
 def is_small_beside(outputs: list[Tensor], state: list[Tensor]) -> bool:
     """Whether results, of which a recording keeps a copy, are as large as parameters (sums) and not as those of every sample."""
     return sum(t.nbytes for t in outputs) <= max(2 * sum(t.nbytes for t in state), SMALL_BYTES)
@@ -137,11 +162,15 @@ class Recording:
         self._state, self._places = state, [t.data_ptr() for t in state]
         self._graph = torch.cuda.CUDAGraph()
         torch._C._cuda_clearCublasWorkspaces()  # or one of an earlier recording would be used, and would hold that one's memory
-        with torch.cuda.graph(self._graph, pool=pool):  # which first gives back what nothing holds any more
+        here = torch.cuda.stream(torch.cuda.current_stream())  # which is current again also where recording fails
+        with (
+            here,
+            torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"),
+        ):  # loaders may allocate meanwhile
             block = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
             del block
             inputs = [torch.empty_like(t) for t in tensors]
-            outputs = compiled(*inputs)
+            outputs = [t.resolve_conj().resolve_neg() for t in compiled(*inputs)]  # their memory is all that is kept
         torch._C._cuda_clearCublasWorkspaces()
         self._inputs, self._outputs = [_unheld(t) for t in inputs], [_unheld(t) for t in outputs]
         self.pool = self._graph.pool()

@@ -96,9 +96,8 @@ class Watch:
         _returns.hear(self, only)
 
     def hear_all(self) -> None:
-        """Tells of the calls of all modules, of the end of none."""
+        """Tells of the calls of all modules; of ends as before: torch goes over the hooks of a module as it tells of its end."""
         _calls.hear(self, self._entry[1])
-        _returns.hear(self, frozenset())
 
     def remove(self) -> None:
         _listeners().remove(self._entry)
