@@ -22,10 +22,10 @@ pytestmark = pytest.mark.usefixtures("in_double")
 
 REFUSED = set(
     """
-    met-radial met-tensordot met-inner met-vecdot met-multi-dot met-solve met-grid-sample met-outer met-take
+    met-radial met-tensordot met-inner met-vecdot met-multi-dot met-solve met-outer met-take
     embedding-bag-offsets rnn-packed rnn-packed-jumbled lstm-packed lstm-packed-jumbled gru-packed gru-packed-jumbled
-    attention-latents routed-experts
-    made-experts-sorted made-experts-added made-ragged made-guided
+    routed-experts
+    made-experts-sorted made-experts-added made-ragged
     """.split()
 )
 """Steps whose course depends on values."""
