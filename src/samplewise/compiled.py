@@ -229,6 +229,8 @@ class Compiled:
         self, graph: torch.fx.GraphModule, batch: tuple, *, is_fixed: bool, writes: bool
     ) -> Callable[..., list[Tensor]]:
         self.num_graphs += 1
+        if writes and torch.__version__ < "2.12":  # where what a compiled graph writes to a buffer is lost
+            return _as_written(graph.forward)
         tensors = [t for t in tree_flatten(batch)[0] if isinstance(t, Tensor)]
         unsized = any(node.target is UNSIZED for node in graph.graph.nodes)
         options: Any = {"fullgraph": True, "options": {"size_asserts": False} if unsized else None}
