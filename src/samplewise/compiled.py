@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from samplewise import sizes
 from samplewise.batches import has_rows, kind_of, resized, surroundings
@@ -17,6 +17,7 @@ from samplewise.ops import cudnn  # noqa: F401  (registers its ops)
 from samplewise.replay import Recorder
 from samplewise.snapshot import Snapshot
 from samplewise.trace import Record, Run, Trace
+from samplewise.undo import Undo
 
 MAX_FAMILIES = 8
 """How often a step is compiled anew for one kind of batch because something that its code reads has changed."""
@@ -93,8 +94,11 @@ class Compiled:
             graph = self._graph(family, size, batch)
             if graph is None:
                 return self._op_by_op(batch, f"a size beyond {MAX_SIZES}, and no graph serves all: {family.why_not}")
+        undo = self._undo(batch) if graph.trace.writes and graph.trace.has_doubt else None
         outputs = graph.run(*tensors) if outputs is None else outputs
         if graph.trace.has_doubt and bool(outputs[-1]):
+            if undo is not None:
+                undo()
             return self._op_by_op(batch, "values that need care: a sample that is not finite, or positions that cancel")
         return graph.trace.result(outputs)
 
@@ -135,16 +139,16 @@ class Compiled:
     def _settled(self, batch: tuple) -> Snapshot:
         """What the step's code reads, once taking the step changes nothing of it; what only running shows is refused here.
 
-        Buffers are left as they were: the step itself is taken by the graph.
+        Buffers and batch are left as they were: the step itself is taken by the graph.
         """
-        buffers = [(b, b._version, b.clone()) for b in self.model.buffers()]
+        undo = self._undo(batch)
         try:
             return self._tried(batch)
         finally:
-            with torch.no_grad():
-                for b, version, before in buffers:
-                    if b._version != version:
-                        b.copy_(before)
+            undo()
+
+    def _undo(self, batch: tuple) -> Undo:
+        return Undo(t for t in (*self.model.buffers(), *tree_leaves(batch)) if isinstance(t, Tensor))
 
     def _tried(self, batch: tuple) -> Snapshot:
         snapshot = Snapshot(self.model, *self.functions)

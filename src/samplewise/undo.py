@@ -1,0 +1,27 @@
+"""Tensors put back as they were, where code has to run twice that writes to them."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class Undo:
+    """Remembers tensors; called, it puts back those that were written to since.
+
+    >>> t = torch.zeros(2)
+    >>> undo = Undo([t])
+    >>> _ = t.add_(1)
+    >>> undo()
+    >>> t.tolist()
+    [0.0, 0.0]
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        self._before = [(t, t._version, t.clone()) for t in tensors if not t.is_inference()]
+
+    def __call__(self) -> None:
+        with torch.no_grad():
+            for t, version, before in self._before:
+                if t._version != version:
+                    t.copy_(before)
