@@ -3,6 +3,7 @@
 import random
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -71,7 +72,7 @@ class Trace:
 
         drawn = _drawn()
         try:
-            with attributes_put_back(model):
+            with attributes_put_back(model), compiled_parts_seen():
                 traced = make_fx(flat_run, tracing_mode="fake", _allow_non_fake_inputs=True)
                 self.graph = traced(*[leaves[i].detach() for i in places])  # a tensor that comes twice is two
         except SamplewiseError:
@@ -103,6 +104,11 @@ class Trace:
         """The step's result from what the graph gave."""
         tensors = iter(outputs)
         return tree_unflatten([next(tensors) if v is NotImplemented else v for v in self._values], self._spec)
+
+
+def compiled_parts_seen() -> AbstractContextManager[None]:
+    """Inside, parts of a model that are compiled already are traced as what they were compiled from."""
+    return torch._dynamo.config.patch(error_on_nested_fx_trace=False)  # type: ignore[attr-defined]
 
 
 def _drawn() -> tuple:

@@ -29,6 +29,12 @@ class Generic:
     """
 
     def __init__(self, meeting: Meeting, run: Callable[..., Any]):
+        if is_tracing() and not is_torchs(meeting.func):
+            raise UnattributedError(
+                f"the step cannot be compiled: {meeting.name} meets a parameter and is somebody's own, and whether its backward keeps "
+                "samples apart is checked on values, which a step has none of while it is traced. Write it in ops of torch, or take "
+                "the step op by op: per_sample_step(..., compile=False)."
+            )
         self.meeting = meeting
         self.stand_ins: dict[int, Tensor] = {}
         self.tensors = [t for t in tree_leaves((meeting.args, meeting.kwargs)) if isinstance(t, Tensor)]
@@ -99,11 +105,6 @@ class GenericFactor:
         finite = [t.isfinite().all() for t in tensors]
         if not is_tracing():
             return all(map(bool, finite))
-        if not is_torchs(self.func):
-            raise UnattributedError(
-                f"{self.func.__name__} meets a parameter and is somebody's own: whether its backward keeps samples apart is "
-                "checked on values, which a step that is traced does not have. Take the step op by op: compile=False."
-            )
         doubt(~torch.stack(finite).all())
         return True
 
