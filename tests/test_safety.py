@@ -1,6 +1,8 @@
 """What autograd protects users from stays protected, and what cannot be attributed is refused."""
 
+import copy
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -414,6 +416,19 @@ def test_a_capture_is_entered_once():
     grads = run_capture(MLP(), rows, data(4, 3))
     with pytest.raises(SamplewiseError, match="entered once"):
         grads.__enter__()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_gradients_are_not_copied(copied):
+    """A copy of what refers to a batch's memory would free it twice."""
+    model = MLP()
+    with sw.capture(model) as grads:
+        rows(model, data(4, 3)).sum().backward()
+        with pytest.raises(SamplewiseError, match="Keep what they answer"):
+            copied(grads)
+    model.grads = grads
+    with pytest.raises(SamplewiseError, match="Keep what they answer"):
+        copied(model)
 
 
 def test_questions_without_gradients_raise():

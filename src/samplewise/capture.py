@@ -132,6 +132,13 @@ class Capture(MarkedBatch, Uses):
         self._let_go()
         close_eyes()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: to copy what it holds of autograd and of memory that others own would free that memory twice."""
+        raise SamplewiseError(
+            "per-sample gradients hold on to their batch, its memory and autograd's graph, so they cannot be copied or pickled. Keep "
+            "what they answer (grads.norms(), grads.materialize(), ...), and not the grads where a model is deep-copied or saved."
+        )
+
     def _shared_with(self, mode: Any) -> list[str]:
         if not isinstance(mode, Intercept) or mode.is_paused:
             return []
