@@ -17,10 +17,11 @@ test: lint
 test-all: lint
 	SAMPLEWISE_ALL=1 $(BIN)/pytest
 
-# The oldest torch that is supported, in an environment of its own; its deprecations are not ours.
+# The oldest torch that is supported, in an environment of its own; its deprecations are not ours. The interpreter of its Triton
+# takes no newer NumPy.
 test-oldest: | .venv/bin/uv
 	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python .venv-oldest
-	$(BIN)/uv pip install --quiet --python .venv-oldest/bin/python --editable '.[dev,bench]' 'torch==2.11.*'
+	$(BIN)/uv pip install --quiet --python .venv-oldest/bin/python --editable '.[dev,bench]' 'torch==2.11.*' 'numpy<2.4'
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n auto -W default
 
 lint: .venv/dev

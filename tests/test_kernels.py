@@ -52,9 +52,10 @@ def _empty_is_nan(monkeypatch):
 
 
 @pytest.mark.skipif(RUNS_KERNELS or not HAS_TRITON, reason="the kernels run in this process, or Triton is not installed")
-def test_kernels_in_the_interpreter():
+def test_kernels_in_the_interpreter(pytestconfig):
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(Path(__file__))]
+    warnings = [f"-W{warning}" for warning in pytestconfig.getoption("pythonwarnings") or ()]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *warnings, str(Path(__file__))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stdout[-4000:]
     assert "skipped" in done.stdout  # this test
