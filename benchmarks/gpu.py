@@ -51,7 +51,7 @@ def main() -> None:
     jobs = [Job(*unit, method) for method in (TRUTH, *options.methods) for unit in units]  # large rows beside small ones
     jobs.sort(key=lambda job: (options.dtypes.index(job.dtype), job.first))
     with tempfile.TemporaryDirectory() as folder:
-        how = (options, Path(folder), until, results.small_error)
+        how = (options, Path(folder), until, results.check)
         for job in report(measure(jobs, *how), results, run):
             report(measure([job], *how), results, run)
     print(results.path.with_suffix(".md").read_text())

@@ -137,7 +137,8 @@ class Job:
             last = (self.log.read_text(errors="replace").splitlines() or [""])[-1]
             self.fail(f"the process ended with code {self.process.wait()}: {last}"[:300])
         else:
-            self.state, self.facts = state, message or self.facts
+            fails_the_check = state == "failed" and self.state == "started" and not message.get("out_of_memory")
+            self.state, self.facts = state, {**message, "in_check": True} if fails_the_check else message or self.facts
 
 
 def truth_path(folder: Path, job: Job) -> Path:
@@ -152,12 +153,12 @@ def measure(
     options: argparse.Namespace,
     folder: Path,
     until: float,
-    small_error: Callable[[str, str], float | None],
+    check: Callable[[str, str], dict[str, Any]],
 ) -> Iterator[Job]:
     """Gives each job when it is done, and in the end those that there was no time for.
 
     As many get ready at once as there are slots. One that is ready is timed at once, with all others stopped, and makes room.
-    `small_error` gives what the check of a row's method on a few samples has found, if it was run.
+    `check` gives what the check of a row's method on a few samples has found, if it was run; what failed it is not run again.
     """
     heard: queue.Queue = queue.Queue()
     waiting, running, ending = list(jobs), [], []
@@ -165,8 +166,14 @@ def measure(
     try:
         while (waiting or running) and time.monotonic() < until:
             while waiting and len(running) < options.slots:
-                running.append(waiting.pop(0))
-                running[-1].start(options, folder, heard, num_compiled, small_error(running[-1].row, running[-1].method))
+                job = waiting.pop(0)
+                found = check(job.row, job.method)
+                if "failed" in found:
+                    job.state, job.facts = "failed", found
+                    yield job
+                else:
+                    job.start(options, folder, heard, num_compiled, found.get("small_error"))
+                    running.append(job)
             let_in(running, options)
             listen(running, heard, folder)
             ending = [job for job in ending if not job.is_gone()]

@@ -81,10 +81,13 @@ class Results:
         part.rename(self.path)
         self.path.with_suffix(".md").write_text(markdown(self))
 
-    def small_error(self, row: str, method: str) -> float | None:
+    def check(self, row: str, method: str) -> dict[str, Any]:
         """What the check on a few samples found, if it was run: it is in float32 whatever is timed."""
-        found = (self.facts.get((row, dtype, method), {}).get("small_error") for dtype in DTYPES)
-        return next((error for error in found if error is not None), None)
+        for dtype in DTYPES:
+            facts = self.facts.get((row, dtype, method), {})
+            if "small_error" in facts or facts.get("in_check"):
+                return {k: facts[k] for k in ("small_error", "failed", "in_check") if k in facts}
+        return {}
 
     def ratio(self, facts: dict[str, Any], to: str, what: str) -> float | None:
         """Time or memory over that of `to` in the same run; two runs may be on two machines of a kind, and are not mixed."""

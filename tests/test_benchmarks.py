@@ -57,6 +57,18 @@ def test_each_method_is_checked_and_timed(tmp_path):
     assert "commit" in other.stderr and "--out" in other.stderr
 
 
+def test_what_fails_in_its_check_is_not_run_again(tmp_path):
+    """The check is in float32 whatever is timed, and is run once for all dtypes."""
+    done = run_tiny(
+        tmp_path, "--rows", "vit", "--methods", "torch ExpandedWeights, grad", "--dtypes", "bf16", "fp32", "--slots", "1"
+    )
+    assert done.returncode == 0, done.stderr
+    facts = [f for f in json.loads((tmp_path / "gpu-tiny.json").read_text())["results"] if f["method"] != "truth"]
+    assert {f["dtype"] for f in facts} == {"bf16", "fp32"} and len({f["failed"] for f in facts}) == 1
+    _, first, second = (tmp_path / "gpu-tiny-errors.txt").read_text().split("--- vit ")
+    assert "Traceback" in first and "Traceback" not in second
+
+
 def test_what_takes_too_long_is_ended_and_listed(tmp_path):
     done = run_tiny(tmp_path, "--methods", "plain eager", "--limit", "0.1")
     assert done.returncode == 0, done.stderr
