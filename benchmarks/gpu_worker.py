@@ -66,10 +66,10 @@ def main(row: str, dtype: str, method: str, tiny: bool, seconds: float, truth: s
         facts = time_alone(seconds)
         say("timed", **facts, turn=[begin, time.time()])
     except BaseException as error:
+        traceback.print_exc()  # before it is said, for then this process is ended
+        sys.stderr.flush()
         text = next((line for line in str(error).splitlines() if line.strip()), "").strip()
         say("failed", failed=f"{type(error).__name__}: {text}"[:300], out_of_memory=out_of_memory(error))
-        traceback.print_exc()
-        sys.stderr.flush()
     os._exit(0)  # without waiting for the device's context to be taken apart in order
 
 
