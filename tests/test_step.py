@@ -311,3 +311,52 @@ def test_constants_decide_as_they_are(uncompiled):
     turned = Fn(lambda s, x: s.l(x + x[torch.arange(len(x)).flip(0)]), l=nn.Linear(4, 3))
     with pytest.raises(sw.SamplesMixError):
         both(turned, verify=False)[0](*batch_of())
+
+
+# random numbers
+
+
+def homogeneous(drop: Any) -> nn.Module:
+    """A model whose loss is linear in each weight: <w, gradient of w> is the loss, if forward and backward drop the same."""
+    return Fn(
+        lambda s, x: checkpoint(lambda v: s.o(drop(s.i(v))), x, use_reentrant=False).squeeze(1),
+        i=nn.Linear(4, 20, bias=False), o=nn.Linear(20, 1, bias=False),
+    )  # fmt: skip
+
+
+def test_a_checkpoint_drops_in_backward_what_it_dropped_in_forward(uncompiled):
+    model = homogeneous(lambda h: F.dropout(F.dropout(h, 0.3) * torch.rand_like(h), 0.5))
+    step, _ = both(model, lambda m, x: m(x), lambda grads: grads.materialize())
+    for size in (3, 3, 4, 6, 1):
+        loss, answer = step(torch.randn(size, 4))
+        for name, w in model.named_parameters():
+            assert error((answer[name] * w).sum((1, 2)), loss) < 1e-9
+    assert len({step(torch.ones(2, 4)).loss[0].item() for _ in range(5)}) == 5
+
+
+def test_a_compiled_checkpoint_drops_the_same():
+    model = homogeneous(lambda h: F.dropout(h, 0.5))
+    step, _ = both(model, lambda m, x: m(x), lambda grads: grads.materialize())
+    loss, answer = step(torch.randn(3, 4))
+    assert error((answer["i.weight"] * model.i.weight).sum((1, 2)), loss) < 1e-9
+
+
+def seeded_again(x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return torch.randn(4, 4)
+
+
+SEEDS = {
+    "generator": lambda x: torch.randn(4, 4, generator=torch.Generator().manual_seed(0)),
+    "seed": lambda x: torch.manual_seed(0) and torch.randn(4, 4),
+    "fork": seeded_again,
+}
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_seeds_that_the_code_sets_are_refused(name, uncompiled):
+    step, _ = both(Fn(lambda s, x: s.l(x @ SEEDS[name](x)), l=nn.Linear(4, 3)))
+    torch.manual_seed(0)
+    with pytest.raises(sw.SamplewiseError, match=r"randn draws from a torch.Generator of its own, or from a seed .* in a buffer"):
+        step(*batch_of())

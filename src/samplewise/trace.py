@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from samplewise.constants import Constants
+from samplewise.draws import Draws
 from samplewise.errors import SamplewiseError
 from samplewise.still import attributes_put_back
 from samplewise.tracing import collecting, is_tracing
@@ -61,7 +62,7 @@ class Trace:
             filled = list(leaves)
             for i, t in zip(places, tensors, strict=True):
                 filled[i] = t
-            with collecting() as doubts, Unread(), Constants(), Unlisted():
+            with collecting() as doubts, Unread(), Constants(), Draws(), Unlisted():
                 result = run(tree_unflatten(filled, spec), self.record, verify=False)
             values, self._spec = tree_flatten(result)
             self._values = [NotImplemented if isinstance(v, Tensor) else v for v in values]
@@ -71,7 +72,7 @@ class Trace:
 
         drawn = _drawn()
         try:
-            with attributes_put_back(model):
+            with attributes_put_back(model), torch.random.fork_rng(devices=[]):
                 traced = make_fx(flat_run, tracing_mode="fake", _allow_non_fake_inputs=True)
                 self.graph = traced(*[leaves[i].detach() for i in places])  # a tensor that comes twice is two
         except SamplewiseError:
