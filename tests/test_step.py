@@ -358,5 +358,49 @@ SEEDS = {
 def test_seeds_that_the_code_sets_are_refused(name, uncompiled):
     step, _ = both(Fn(lambda s, x: s.l(x @ SEEDS[name](x)), l=nn.Linear(4, 3)))
     torch.manual_seed(0)
-    with pytest.raises(sw.SamplewiseError, match=r"randn draws from a torch.Generator of its own, or from a seed .* in a buffer"):
+    with pytest.raises(
+        sw.SamplewiseError, match=r"randn draws from a torch.Generator of its own, or from a seed .* in a buffer"
+    ):
         step(*batch_of())
+
+
+def read_or_not(x: Tensor) -> float:
+    try:
+        return 2.0 if x.sum().item() > -1e9 else 1.0
+    except Exception:
+        return 1.0
+
+
+READ_IN_SECRET = {
+    "caught": lambda s, x: s.l(x) * read_or_not(x),
+    "caught-of-a-buffer": lambda s, x: s.l(x) * read_or_not(s.l.b),
+    "text": lambda s, x: s.l(x) * (2.0 if "1" in str(s.l.b) else 1.0),
+}
+
+
+@pytest.mark.parametrize("name", READ_IN_SECRET)
+def test_values_that_are_read_in_secret_are_refused(name, uncompiled):
+    layer = nn.Linear(4, 3)
+    layer.register_buffer("b", torch.ones(1))
+    step, eager = both(Fn(READ_IN_SECRET[name], l=layer))
+    batch = batch_of()
+    eager(*batch)
+    with pytest.raises(sw.SamplewiseError, match="its code reads the value of a tensor"):
+        step(*batch)
+
+
+def test_numbers_in_the_result_follow_the_size(uncompiled):
+    step, eager = both(mlp(), query=lambda grads: {"norms": grads.norms(), "size": grads.batch_size})
+    for size in (4, 6, 7, 5, 4, 8, 9, 1):
+        batch = batch_of(size)
+        got, want = step(*batch), eager(*batch)
+        assert got.answer["size"] == size
+        assert error(got, want) < 1e-9
+
+
+@pytest.mark.parametrize("sizes", [(5, 7, 6, 9), (4, 6, 5, 9), (4, 5, 6, 7)])
+def test_a_course_that_depends_on_the_parity_of_the_size(sizes, uncompiled):
+    step, eager = both(Fn(lambda s, x: s.l(x) * (2.0 if len(x) % 2 else 1.0), l=nn.Linear(4, 3)), verify=False)
+    for size in sizes:
+        batch = batch_of(size)
+        assert error(step(*batch), eager(*batch)) < 1e-9

@@ -402,3 +402,47 @@ def test_a_buffer_is_written_once_a_step():
         step(x)
         assert model.calls.item() == k + 1
     assert step.num_op_by_op == 2
+
+
+def through_out(m: Any) -> None:
+    torch.add(m.count * 1, 1, out=m.count)
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "in-place": lambda m: m.count.add_(1),
+    "data": lambda m: m.count.data.add_(1),
+    "view": lambda m: m.count.view(2, 2)[0].add_(1),
+    "chunk": lambda m: m.count.chunk(2)[0].add_(1),
+    "unbind": lambda m: m.count.unbind(0)[1].add_(1),
+    "out": through_out,
+    "foreach": lambda m: torch._foreach_add_([m.count], 1),
+    "plain": lambda m: m.plain.add_(1),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_all_ways_to_write_write_once_a_step(name, uncompiled):
+    """Where a step is checked, compiled, taken again op by op or compiled anew."""
+
+    class Writing(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            self.register_buffer("count", torch.zeros(4))
+            self.plain = torch.zeros(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            WRITES[name](self)
+            return super().forward(x)
+
+    models = Writing(), Writing()
+    clipped = lambda grads: grads.clipped_sum(max_norm=1.0)
+    step = sw.per_sample_step(models[0], per_row, clipped, compile=True)
+    for k, size in enumerate((4, 4, 6, 4, 7, 1, 4)):
+        x, y = batch_of(size)
+        x[0, 0] = float("inf") if k in (1, 5) else 0.0
+        models[0].train(k != 3)
+        step(x, y)
+        models[1](x)
+        assert torch.equal(models[0].count, models[1].count)
+        assert torch.equal(models[0].plain, models[1].plain)
+    assert step.num_op_by_op == 2

@@ -40,8 +40,8 @@ class Draws(TorchDispatchMode):
         if state not in self._reached or any(isinstance(a, torch.Generator) for a in tree_leaves((args, kwargs))):
             raise SamplewiseError(
                 f"the step cannot be compiled: {func.overloadpacket} draws from a torch.Generator of its own, or from a seed that its "
-                "code sets, and a graph would draw other numbers. Draw them before the step and keep them in a buffer, or take the step "
-                "op by op: per_sample_step(..., compile=False)."
+                "code sets, and a graph would draw other numbers. Draw them before the step and keep them in a buffer, or take the "
+                "step op by op: per_sample_step(..., compile=False)."
             )
         if state not in self._drawn:
             out = func(*args, **kwargs)

@@ -68,6 +68,10 @@ class Snapshot:
         """The tensors that were met and may be given a gradient."""
         return [t for t in self._seen.values() if isinstance(t, Tensor) and t.is_leaf and t.requires_grad]
 
+    def tensors(self) -> list[Tensor]:
+        """The tensors that were met and are no parameters."""
+        return [t for t in self._seen.values() if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
+
     def _see(self, name: str, now: Callable[[], Any]) -> None:
         value = now()
         self._entries.append((name, now, value))
