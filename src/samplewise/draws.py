@@ -25,7 +25,7 @@ class Draws(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.default_generator.seed()  # no state that a seed of the code's own leads to
+        torch.rand(1009, device="cpu")  # to a state that no seed of the code's own leads to, as the one of now may be
         self._reached = {_state()}
         self._drawn: dict[bytes, tuple[Any, list[Tensor]]] = {}
         """By the state of the generator: the call that drew from it, and a copy of what it drew."""
