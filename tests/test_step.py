@@ -284,7 +284,7 @@ def test_sizes_beyond_the_limit_are_taken_op_by_op(uncompiled):
     assert "no graph serves all" in step.why_op_by_op
 
 
-@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+@pytest.mark.parametrize("draw", [lambda: random.random(), lambda: np.random.rand()], ids=["python", "numpy"])
 def test_random_numbers_of_python_are_refused(draw, uncompiled):
     model = Fn(lambda s, x: s.l(x) * draw(), l=nn.Linear(4, 3))
     step, _ = both(model, verify=False)
@@ -353,3 +353,131 @@ def test_constants_decide_as_they_are(uncompiled):
     turned = Fn(lambda s, x: s.l(x + x[torch.arange(len(x)).flip(0)]), l=nn.Linear(4, 3))
     with pytest.raises(sw.SamplesMixError):
         both(turned, verify=False)[0](*batch_of())
+
+
+# random numbers
+
+
+def homogeneous(drop: Any) -> nn.Module:
+    """A model whose loss is linear in each weight: <w, gradient of w> is the loss, if forward and backward drop the same."""
+    return Fn(
+        lambda s, x: checkpoint(lambda v: s.o(drop(s.i(v))), x, use_reentrant=False).squeeze(1),
+        i=nn.Linear(4, 20, bias=False), o=nn.Linear(20, 1, bias=False),
+    )  # fmt: skip
+
+
+def test_a_checkpoint_drops_in_backward_what_it_dropped_in_forward(uncompiled):
+    model = homogeneous(lambda h: F.dropout(F.dropout(h, 0.3) * torch.rand_like(h), 0.5))
+    step, _ = both(model, lambda m, x: m(x), lambda grads: grads.materialize())
+    for size in (3, 3, 4, 6, 1):
+        loss, answer = step(torch.randn(size, 4))
+        for name, w in model.named_parameters():
+            assert error((answer[name] * w).sum((1, 2)), loss) < 1e-9
+    assert len({step(torch.ones(2, 4)).loss[0].item() for _ in range(5)}) == 5
+
+
+def test_a_compiled_checkpoint_drops_the_same():
+    model = homogeneous(lambda h: F.dropout(h, 0.5))
+    step, _ = both(model, lambda m, x: m(x), lambda grads: grads.materialize())
+    loss, answer = step(torch.randn(3, 4))
+    assert error((answer["i.weight"] * model.i.weight).sum((1, 2)), loss) < 1e-9
+
+
+def test_a_step_that_draws_nothing_leaves_the_generator_as_it_is(uncompiled):
+    step, _ = both(mlp())
+    batches = [batch_of(size) for size in (3, 3, 5, 6)]
+    before = torch.get_rng_state()
+    for batch in batches:
+        step(*batch)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def seeded_again(x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return torch.randn(4, 4)
+
+
+SEEDS = {
+    "generator": lambda x: torch.randn(4, 4, generator=torch.Generator().manual_seed(0)),
+    "seed": lambda x: torch.manual_seed(0) and torch.randn(4, 4),
+    "fork": seeded_again,
+}
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_seeds_that_the_code_sets_are_refused(name, uncompiled):
+    step, _ = both(Fn(lambda s, x: s.l(x @ SEEDS[name](x)), l=nn.Linear(4, 3)))
+    torch.manual_seed(0)
+    with pytest.raises(
+        sw.SamplewiseError, match=r"randn draws from a torch.Generator of its own, or from a seed .* in a buffer"
+    ):
+        step(*batch_of())
+
+
+def test_numbers_that_code_draws_twice_are_refused(uncompiled):
+    """Two networks under one mask: whether their inputs are the same is not to be seen."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        state = torch.get_rng_state()
+        y = F.dropout(s.i(x), 0.5)
+        torch.set_rng_state(state)
+        return s.o(y + F.dropout(2 * s.i(x), 0.5))
+
+    step, _ = both(Fn(forward, i=nn.Linear(4, 20), o=nn.Linear(20, 3)))
+    with pytest.raises(sw.SamplewiseError, match="draws numbers that were drawn before.*compile=False"):
+        step(*batch_of())
+
+
+def test_a_checkpointed_attention_with_dropout(uncompiled):
+    """Its op gives several values, some of which are no tensors."""
+    attend = lambda s, v: F.scaled_dot_product_attention(*s.i(v).chunk(3, -1), dropout_p=0.5)
+    model = Fn(
+        lambda s, x: checkpoint(lambda v: s.o(attend(s, v)).sum((1, 2)), x, use_reentrant=False),
+        i=nn.Linear(4, 12, bias=False), o=nn.Linear(4, 1, bias=False),
+    )  # fmt: skip
+    step, _ = both(model, lambda m, x: m(x), lambda grads: grads.materialize())
+    loss, answer = step(torch.randn(3, 5, 4))
+    assert error((answer["o.weight"] * model.o.weight).sum((1, 2)), loss) < 1e-9
+
+
+def read_or_not(x: Tensor) -> float:
+    try:
+        return 2.0 if x.sum().item() > -1e9 else 1.0
+    except Exception:
+        return 1.0
+
+
+READ_IN_SECRET = {
+    "caught": lambda s, x: s.l(x) * read_or_not(x),
+    "caught-of-a-buffer": lambda s, x: s.l(x) * read_or_not(s.l.b),
+    "text": lambda s, x: s.l(x) * (2.0 if "1" in str(s.l.b) else 1.0),
+}
+
+
+@pytest.mark.parametrize("name", READ_IN_SECRET)
+def test_values_that_are_read_in_secret_are_refused(name, uncompiled):
+    layer = nn.Linear(4, 3)
+    layer.register_buffer("b", torch.ones(1))
+    step, eager = both(Fn(READ_IN_SECRET[name], l=layer))
+    batch = batch_of()
+    eager(*batch)
+    with pytest.raises(sw.SamplewiseError, match="its code reads the value of a tensor"):
+        step(*batch)
+
+
+def test_numbers_in_the_result_follow_the_size(uncompiled):
+    step, eager = both(mlp(), query=lambda grads: {"norms": grads.norms(), "size": grads.batch_size})
+    for size in (4, 6, 7, 5, 4, 8, 9, 1):
+        batch = batch_of(size)
+        got, want = step(*batch), eager(*batch)
+        assert got.answer["size"] == size
+        assert error(got, want) < 1e-9
+
+
+@pytest.mark.parametrize("sizes", [(5, 7, 6, 9), (4, 6, 5, 9), (4, 5, 6, 7)])
+def test_a_course_that_depends_on_the_parity_of_the_size(sizes, uncompiled):
+    step, eager = both(Fn(lambda s, x: s.l(x) * (2.0 if len(x) % 2 else 1.0), l=nn.Linear(4, 3)), verify=False)
+    for size in sizes:
+        batch = batch_of(size)
+        assert error(step(*batch), eager(*batch)) < 1e-9

@@ -1,11 +1,17 @@
 """What changes between compiled steps is seen: what the query and the forward read, the model, and what torch is told."""
 
 import functools
+import itertools
 import os
+import random
+import sys
 import types
+from array import array
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from contextvars import ContextVar
+from enum import Enum
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,7 +27,7 @@ from samplewise.compiled import MAX_FAMILIES
 pytestmark = pytest.mark.usefixtures("in_double")
 
 GLOBAL = 0.1
-SETTINGS = types.ModuleType("settings")
+SETTINGS = types.ModuleType("settings_of_steps")
 
 
 class Config:
@@ -147,7 +153,70 @@ def _changes_of_query() -> dict[str, Callable[[], tuple[Any, Callable]]]:
         s.clear()
         s.add(0.05)
 
+    def imported() -> tuple:
+        def query(grads: Any) -> Any:
+            from settings_of_steps import norm  # type: ignore[import-not-found]
+
+            return clip(grads, norm)
+
+        return query, lambda: setattr(SETTINGS, "norm", 0.05)
+
+    def scheduled() -> tuple:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return lambda grads: clip(grads, schedule.get_last_lr()[0]), lambda: [optimizer.step(), schedule.step()]
+
+    def inherited() -> tuple:
+        class Own(Config):
+            pass
+
+        own = Own()
+        return lambda grads: clip(grads, own.norm), lambda: setattr(Own, "norm", 0.05)
+
+    def with_norm(kind: type, *args: Any) -> Callable:
+        def make() -> Any:
+            made = type("Own", (kind,), {})(*args)
+            made.norm = 0.1
+            return made
+
+        return make
+
+    def put_norm(c: Any) -> None:
+        c.norm = 0.05
+
+    def by_gradient() -> tuple:
+        w = nn.Parameter(torch.zeros(()))
+        w.grad = torch.tensor(1.0)
+        return lambda grads: grads.norms() * w.grad, lambda: setattr(w, "grad", torch.tensor(2.0))
+
+    class Mode(Enum):
+        ON = 1
+
+        @property
+        def norm(self) -> float:
+            return GLOBAL
+
+    class Pair(NamedTuple):
+        first: float
+
+        @property
+        def norm(self) -> float:
+            return self.first * GLOBAL
+
     return {
+        "imported": imported,
+        "scheduler": scheduled,
+        "inherited": inherited,
+        "gradient": by_gradient,
+        "attribute-of-dict": of(with_norm(dict), lambda c: c.norm, put_norm),
+        "attribute-of-list": of(with_norm(list), lambda c: c.norm, put_norm),
+        "attribute-of-tensor": of(with_norm(nn.Parameter, torch.zeros(1)), lambda c: c.norm, put_norm),
+        "python-module": of(lambda: {"a": SETTINGS}, lambda c: c["a"].norm, lambda c: put_norm(c["a"])),
+        "enum": of(lambda: Mode.ON, lambda c: c.norm, lambda c: halve_global()),
+        "tuple": of(lambda: Pair(1.0), lambda c: c.norm, lambda c: halve_global()),
+        "object-in-set": of(lambda: {Config()}, lambda c: max(c, key=id).norm, lambda c: setattr(max(c, key=id), "norm", 0.05)),
+        "python-array": of(lambda: array("d", [0.1]), lambda c: c[0], put(0)),
+        "context": of(lambda: ContextVar("norm", default=0.1), lambda c: c.get(), lambda c: c.set(0.05)),
         "closure": cell,
         "list": of(lambda: [0.1], lambda c: c[0], put(0)),
         "nested": of(lambda: {"a": [{"b": 0.1}]}, lambda c: c["a"][0]["b"], lambda c: put("b")(c["a"][0])),
@@ -191,6 +260,8 @@ def test_a_change_of_what_the_query_reads_is_seen(name, uncompiled, monkeypatch)
     monkeypatch.setitem(globals(), "GLOBAL", 0.1)
     monkeypatch.setattr(Config, "norm", 0.1)
     monkeypatch.delenv("NORM", raising=False)
+    monkeypatch.setitem(sys.modules, "settings_of_steps", SETTINGS)
+    monkeypatch.setattr(SETTINGS, "norm", 0.1, raising=False)
     query, change = CHANGES_OF_QUERY[name]()
     assert_change_is_seen(mlp(), per_row, query, change)
 
@@ -402,3 +473,66 @@ def test_a_buffer_is_written_once_a_step():
         step(x)
         assert model.calls.item() == k + 1
     assert step.num_op_by_op == 2
+
+
+def through_out(m: Any) -> None:
+    torch.add(m.count * 1, 1, out=m.count)
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "in-place": lambda m: m.count.add_(1),
+    "data": lambda m: m.count.data.add_(1),
+    "view": lambda m: m.count.view(2, 2)[0].add_(1),
+    "chunk": lambda m: m.count.chunk(2)[0].add_(1),
+    "unbind": lambda m: m.count.unbind(0)[1].add_(1),
+    "out": through_out,
+    "foreach": lambda m: torch._foreach_add_([m.count], 1),
+    "plain": lambda m: m.plain.add_(1),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_all_ways_to_write_write_once_a_step(name, uncompiled):
+    """Where a step is checked, compiled, taken again op by op or compiled anew."""
+
+    class Writing(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            self.register_buffer("count", torch.zeros(4))
+            self.plain = torch.zeros(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            WRITES[name](self)
+            return super().forward(x)
+
+    models = Writing(), Writing()
+    clipped = lambda grads: grads.clipped_sum(max_norm=1.0)
+    step = sw.per_sample_step(models[0], per_row, clipped, compile=True)
+    for k, size in enumerate((4, 4, 6, 4, 7, 1, 4)):
+        x, y = batch_of(size)
+        x[0, 0] = float("inf") if k in (1, 5) else 0.0
+        models[0].train(k != 3)
+        step(x, y)
+        models[1](x)
+        assert torch.equal(models[0].count, models[1].count)
+        assert torch.equal(models[0].plain, models[1].plain)
+    assert step.num_op_by_op == 2
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        itertools.count(1).__next__,
+        random.Random(0).random,
+        np.random.default_rng(0).random,
+        np.random.RandomState(0).rand,
+        (k for k in range(1, 99)).__next__,
+    ],
+    ids=["count", "random", "numpy", "numpy-state", "generator"],
+)
+def test_what_moves_on_with_each_step_is_refused(draw, uncompiled):
+    source = draw.__self__
+    name = draw.__name__
+    step, _ = both(mlp(), lambda m, x, y: per_row(m, x, y) * getattr(source, name)())
+    with pytest.raises(sw.SamplewiseError, match="the step changes 'source'"):
+        step(*batch_of())

@@ -94,7 +94,7 @@ class Compiled:
             graph = self._graph(family, size, batch)
             if graph is None:
                 return self._op_by_op(batch, f"a size beyond {MAX_SIZES}, and no graph serves all: {family.why_not}")
-        undo = self._undo(batch) if graph.trace.writes and graph.trace.has_doubt else None
+        undo = Undo(graph.trace.written(tensors)) if graph.trace.writes and graph.trace.has_doubt else None
         outputs = graph.run(*tensors) if outputs is None else outputs
         if graph.trace.has_doubt and bool(outputs[-1]):
             if undo is not None:
@@ -139,19 +139,16 @@ class Compiled:
     def _settled(self, batch: tuple) -> Snapshot:
         """What the step's code reads, once taking the step changes nothing of it; what only running shows is refused here.
 
-        Buffers and batch are left as they were: the step itself is taken by the graph.
+        Buffers, other tensors that code has at hand and the batch are left as they were: the step itself is taken by the graph.
         """
-        undo = self._undo(batch)
+        snapshot = Snapshot(self.model, *self.functions)
+        undo = Undo(t for t in (*snapshot.tensors(), *tree_leaves(batch)) if isinstance(t, Tensor))
         try:
-            return self._tried(batch)
+            return self._tried(batch, snapshot)
         finally:
             undo()
 
-    def _undo(self, batch: tuple) -> Undo:
-        return Undo(t for t in (*self.model.buffers(), *tree_leaves(batch)) if isinstance(t, Tensor))
-
-    def _tried(self, batch: tuple) -> Snapshot:
-        snapshot = Snapshot(self.model, *self.functions)
+    def _tried(self, batch: tuple, snapshot: Snapshot) -> Snapshot:
         grads = [(t, t.grad, None if t.grad is None else t.grad._version) for t in snapshot.leaves()]
         self.run(batch, Record(), verify=self.verify)
         for t, grad, version in grads:
@@ -181,16 +178,24 @@ class Compiled:
         others = [n for n in family.of_size if n > 1]
         if size > 1 and others and family.why_not is None:
             try:
-                family.of_any_size = self._graph_of_any_size(family.of_size[others[0]].trace, size, batch)
+                family.of_any_size = self._graph_of_any_size(family, family.of_size[others[0]].trace, size, batch)
                 family.of_size = {n: graph for n, graph in family.of_size.items() if n == 1}
                 return family.of_any_size
             except sizes.NotAlikeError as error:
                 family.why_not = str(error)
         if len(others) >= MAX_SIZES and size > 1:
             return None
-        trace = Trace(self.model, self.run, batch, Record())
+        trace = self._traced(family, batch, Record())
         family.of_size[size] = Graph(trace, self._compiled(trace.graph, batch, is_fixed=True, writes=trace.writes))
         return family.of_size[size]
+
+    def _traced(self, family: Family, batch: tuple, record: Record) -> Trace:
+        """The step written down; tensors are left as they were, for torch works with the values of small ones while it traces."""
+        undo = Undo(family.snapshot.tensors())
+        try:
+            return Trace(self.model, self.run, batch, record)
+        finally:
+            undo()
 
     def _serves(self, family: Family, size: int, batch: tuple) -> bool:
         """Whether the graph of any size is one of this; found out by a trace where the size is smaller or larger than others."""
@@ -200,16 +205,17 @@ class Compiled:
             return True
         if family.why_not is not None:
             return False
-        trace = Trace(self.model, self.run, batch, Record(routes=graph.trace.record.routes))
+        trace = self._traced(family, batch, Record(routes=graph.trace.record.routes))
         try:
             sizes.check(graph.form, graph.trace.graph, trace.graph, size)
+            _check_results(graph.trace, trace)
         except sizes.NotAlikeError as error:
             family.why_not = str(error)
             return False
         graph.smallest, graph.largest = min(size, graph.smallest), max(size, graph.largest)
         return True
 
-    def _graph_of_any_size(self, first: Trace, size: int, batch: tuple) -> AnySize:
+    def _graph_of_any_size(self, family: Family, first: Trace, size: int, batch: tuple) -> AnySize:
         small = first.record.batch_size
         leaves, spec = tree_flatten(batch)
         tensors = [t for t in leaves if isinstance(t, Tensor)]
@@ -217,14 +223,17 @@ class Compiled:
         if small is None or place is None:
             raise sizes.NotAlikeError("the size of the batch is not one of its tensors'")
         pinned = Record(routes=first.record.routes)
-        second = Trace(self.model, self.run, batch, pinned)
-        third_size = (small + size) | 1  # odd: sizes are often multiples of 8, and code may round up to them
+        second = self._traced(family, batch, pinned)
+        third_size = (
+            small + size + (small % 2 == size % 2 == 0)
+        )  # two even ones and an odd: code may round up to multiples of 8
         more = tree_unflatten([resized(t, self.batch_dim, size, third_size) for t in leaves], spec)
-        third = Trace(self.model, self.run, more, pinned)
+        third = self._traced(family, more, pinned)
         if second.record.batch_size != size:
             raise sizes.NotAlikeError("the size of the batch is not that of its first tensor")
         form = sizes.template(first.graph, second.graph, (small, size))
         sizes.check(form, first.graph, third.graph, third_size)
+        _check_results(first, second, third)
         graph = sizes.of_any_size(form, first.graph, (place, self.batch_dim))
         compiled = self._compiled(graph, batch, is_fixed=False, writes=first.writes)
         return AnySize(first, compiled, form, min(small, size), third_size)
@@ -250,6 +259,12 @@ class Compiled:
             return compiled(*tensors)
 
         return run if writes else self._recorder.recorded(run, graph, tensors)
+
+
+def _check_results(first: Trace, *others: Trace) -> None:
+    """Raises if what the step gives beside tensors follows the size of the batch: a graph has it as it was."""
+    if not all(first.gives_as(other) for other in others):
+        raise sizes.NotAlikeError("the result holds something that is no tensor and follows the size of the batch")
 
 
 def _as_written(compiled: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:

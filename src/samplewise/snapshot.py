@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samplewise.hidden import hidden_state
+
 MISSING = object()
 OF_MODELS = frozenset({"transformers", "peft", "torchvision", "timm", "diffusers"})
 LIBRARIES = frozenset({"torch", "samplewise", "numpy", *OF_MODELS, *sys.stdlib_module_names} - {"__main__"})
@@ -68,12 +70,18 @@ class Snapshot:
         """The tensors that were met and may be given a gradient."""
         return [t for t in self._seen.values() if isinstance(t, Tensor) and t.is_leaf and t.requires_grad]
 
+    def tensors(self) -> list[Tensor]:
+        """The tensors that were met and are no parameters."""
+        return [t for t in self._seen.values() if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
+
     def _see(self, name: str, now: Callable[[], Any]) -> None:
         value = now()
         self._entries.append((name, now, value))
         self._later(name, value)
 
     def _later(self, name: str, value: Any) -> None:
+        if isinstance(value, enum.Enum):
+            self._later(type(value).__name__, type(value))
         if not _is_simple(value) and id(value) not in self._seen:
             self._seen[id(value)] = value
             self._pending.append((name, value))
@@ -85,6 +93,14 @@ class Snapshot:
         if isinstance(value, Mapping | list | tuple | deque):
             for key in list(value) if isinstance(value, Mapping) else range(len(value)):
                 self._see(name, lambda key=key: _item(value, key))
+        if isinstance(value, Mapping | set | frozenset):
+            for key in list(value):
+                self._later(name, key)
+        if facts is not None:
+            if not _is_of_library(type(value)) and type(value).__module__ != "builtins":
+                self._later(type(value).__name__, type(value))
+            more = ["grad"] if isinstance(value, Tensor) and value.is_leaf else []
+            self._see_attributes_named(prefix, value, [*getattr(value, "__dict__", ()), *more])
         elif isinstance(value, types.FunctionType):
             self._follow_function(value)
         elif isinstance(value, type):
@@ -93,6 +109,7 @@ class Snapshot:
                 called = [
                     key for key in names if key.startswith("__") or any(hasattr(base, key) for base in _library_bases(value))
                 ]
+                self._see(f"{value.__name__}.__dict__", lambda: Facts(vars(value)))
                 self._see_attributes(f"{value.__name__}.", value, called)
                 self._see_attributes_named(f"{value.__name__}.", value, set(names) - set(called))
                 for base in value.__mro__:
@@ -104,12 +121,20 @@ class Snapshot:
                 self._see(f"{prefix}{key}", lambda key=key: vars(value).get(key, MISSING))
         elif type(value) in PARTS:
             self._see_attributes(prefix, value, PARTS[type(value)])
-        elif facts is None and not isinstance(value, types.ModuleType | torch.Generator):
+        elif isinstance(value, types.ModuleType):
+            if value.__name__.partition(".")[0] not in LIBRARIES:
+                self._see(f"{prefix}__dict__", lambda: Facts(k for k in vars(value) if k in self._named))
+                self._see_attributes_named(prefix, value, list(vars(value)))
+        elif not isinstance(value, torch.Generator):
             self._see(f"{prefix}__class__", lambda: type(value))
             self._see(f"{prefix}__dict__", lambda: Facts(k for k in getattr(value, "__dict__", ()) if k in self._named))
             if _root(type(value)) in OF_MODELS:  # a configuration, which code that is not followed reads
                 self._see_attributes(prefix, value, getattr(value, "__dict__", ()))
             self._see_attributes_named(prefix, value, [*getattr(value, "__dict__", ()), *_slots(type(value))])
+            for base in _library_bases(type(value)):  # what a method of torch reads, if code calls it
+                for key, method in vars(base).items():
+                    if isinstance(method, types.FunctionType) and not key.startswith("__"):
+                        self._once_named(key, lambda method=method: self._name(_names(method.__code__)))
 
     def _see_attributes(self, prefix: str, owner: Any, names: Iterable[str]) -> None:
         for key in set(names) - {"__dict__", "__weakref__", "__doc__"}:
@@ -118,11 +143,13 @@ class Snapshot:
     def _see_attributes_named(self, prefix: str, owner: Any, names: Iterable[str]) -> None:
         """Those attributes that code names, also if it is met later."""
         for key in names:
-            if key in self._named or REFLECTION & self._named:
-                self._see_attributes(prefix, owner, [key])
-            else:
-                waiting = lambda key=key: self._see_attributes(prefix, owner, [key])
-                self._unnamed.setdefault(key, []).append(waiting)
+            self._once_named(key, lambda key=key: self._see_attributes(prefix, owner, [key]))
+
+    def _once_named(self, key: str, see: Callable[[], None]) -> None:
+        if key in self._named or REFLECTION & self._named:
+            see()
+        else:
+            self._unnamed.setdefault(key, []).append(see)
 
     def _follow_function(self, function: types.FunctionType) -> None:
         if _is_of_library(function) and function not in self._given:
@@ -133,7 +160,11 @@ class Snapshot:
         self._see_attributes(f"{function.__name__}.", function, vars(function))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._see_variable(name, lambda cell=cell: _contents(cell), names)
-        for name in names & function.__globals__.keys():
+        for name in _imported(function, names):
+            self._see_variable(name, lambda name=name: sys.modules.get(name, MISSING), names)
+        space = function.__globals__
+        self._see(f"{function.__name__}.__globals__", lambda: Facts(name for name in names if name in space))
+        for name in names & space.keys():
             self._see_variable(name, lambda name=name: function.__globals__.get(name, MISSING), names)
 
     def _name(self, names: set[str]) -> None:
@@ -161,6 +192,9 @@ PARTS: dict[type, tuple[str, ...]] = {
     property: ("fget",),
     staticmethod: ("__func__",),
     classmethod: ("__func__",),
+    functools.partialmethod: ("func", "args", "keywords"),
+    functools.cached_property: ("func",),
+    type(functools.cache(int)): ("__wrapped__",),
 }
 """What there is in what wraps a function."""
 
@@ -181,7 +215,8 @@ def _facts(value: Any) -> Facts | None:
         return Facts([len(value)])
     if hasattr(type(value), "__array_interface__"):
         return Facts((value.shape, value.dtype, value.tobytes()))
-    return None
+    hidden = None if isinstance(value, nn.Module | type) else hidden_state(value)
+    return None if hidden is None else Facts([hidden])
 
 
 def _strides(t: Tensor) -> tuple[int, ...] | None:
@@ -224,6 +259,13 @@ def _is_of_library(value: Any) -> bool:
 def _root(value: Any) -> str:
     """The package that a function or class is of."""
     return str(getattr(value, "__module__", None) or "").partition(".")[0]
+
+
+def _imported(function: types.FunctionType, names: set[str]) -> set[str]:
+    """The Python modules that the function may import as it runs."""
+    package = function.__globals__.get("__package__") or ""
+    full = {f"{package}.{name}".rstrip(".") for name in names} | {f"{package.rpartition('.')[0]}.{name}" for name in names}
+    return {name for name in names | full if name in sys.modules}
 
 
 def _names(code: types.CodeType) -> set[str]:

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from samplewise.flow.call import op_name
 from samplewise.inside import Insides
+from samplewise.undo import Undo
 
 DROPOUT = set("dropout alpha_dropout feature_dropout feature_alpha_dropout native_dropout".split())
 NOISE = {
@@ -103,10 +104,11 @@ def twin(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def attributes_put_back(module: nn.Module) -> Iterator[None]:
-    """Attributes and buffers as they were, for a forward that reaches the module itself and not its twin."""
+    """Attributes, and tensors among them, as they were: for a forward that reaches the module itself and not its twin."""
     modules = list(module.modules())
     attributes = [{k: (v, copy.copy(v) if isinstance(v, list | dict | set) else None) for k, v in _own(m)} for m in modules]
-    buffers = [(b, b._version, b.detach().clone()) for b in module.buffers()]
+    plain = [v for m in modules for _, v in _own(m) if isinstance(v, Tensor) and not v.requires_grad]
+    undo = Undo([*module.buffers(), *plain])
     try:
         yield
     finally:
@@ -121,10 +123,7 @@ def attributes_put_back(module: nn.Module) -> Iterator[None]:
                 elif isinstance(value, dict | set):
                     value.clear()
                     value.update(contents or ())
-        with torch.no_grad():
-            for b, version, before in buffers:
-                if b._version != version:
-                    b.copy_(before)
+        undo()
 
 
 def _own(module: nn.Module) -> list[tuple[str, Any]]:

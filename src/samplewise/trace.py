@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter, getitem
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from samplewise.constants import Constants
+from samplewise.draws import Draws
 from samplewise.errors import SamplewiseError
 from samplewise.still import attributes_put_back
 from samplewise.tracing import collecting, is_tracing
@@ -62,7 +64,7 @@ class Trace:
             filled = list(leaves)
             for i, t in zip(places, tensors, strict=True):
                 filled[i] = t
-            with collecting() as doubts, Unread(), Constants(), Unlisted():
+            with collecting() as doubts, unread, Constants(), Draws(), Unlisted():
                 result = run(tree_unflatten(filled, spec), self.record, verify=False)
             values, self._spec = tree_flatten(result)
             self._values = [NotImplemented if isinstance(v, Tensor) else v for v in values]
@@ -70,9 +72,9 @@ class Trace:
             self.has_doubt = flag is not None
             return [v for v in values if isinstance(v, Tensor)] + ([] if flag is None else [flag])
 
-        drawn = _drawn()
+        drawn, unread = _drawn(), Unread()
         try:
-            with attributes_put_back(model), compiled_parts_seen():
+            with attributes_put_back(model), compiled_parts_seen(), torch.random.fork_rng(devices=[]):
                 traced = make_fx(flat_run, tracing_mode="fake", _allow_non_fake_inputs=True)
                 self.graph = traced(*[leaves[i].detach() for i in places])  # a tensor that comes twice is two
         except SamplewiseError:
@@ -93,12 +95,28 @@ class Trace:
                 "step. Draw them with torch, or take the step op by op: per_sample_step(..., compile=False)."
             )
         _clean(self.graph.graph)
+        unread.check(self.graph.graph)
         self.graph.recompile()
 
     @cached_property
+    def _written(self) -> list[Node]:
+        """What the graph changes and did not make."""
+        roots = dict.fromkeys(_root(t) for node in self.graph.graph.nodes for t in _written(node))
+        return [node for node in roots if node.op != "call_function"]
+
+    @property
     def writes(self) -> bool:
         """Whether the graph changes something that it did not make: a buffer, the batch."""
-        return any(_root(node.args[0]).op != "call_function" for node in self.graph.graph.nodes if _is_in_place(node))
+        return bool(self._written)
+
+    def written(self, tensors: list[Tensor]) -> list[Tensor]:
+        """What the graph changes, where it is run on these."""
+        given = dict(zip((n for n in self.graph.graph.nodes if n.op == "placeholder"), tensors, strict=True))
+        return [given[n] if n in given else attrgetter(str(n.target))(self.graph) for n in self._written]
+
+    def gives_as(self, other: "Trace") -> bool:
+        """Whether the results of both are made alike, and what in them is no tensor is the same."""
+        return self._spec == other._spec and [repr(v) for v in self._values] == [repr(v) for v in other._values]
 
     def result(self, outputs: list[Tensor]) -> Any:
         """The step's result from what the graph gave."""
@@ -120,19 +138,35 @@ def _drawn() -> tuple:
 class Unread(TorchDispatchMode):
     """Refuses that Python reads the value of a tensor outside of the batch: the number would stand in the graph for good."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[Tensor] = []
+        """Whose values code has asked for."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if torch.Tag.data_dependent_output in func.tags:
+        if _gives_number(func):
+            self.read += [t for t in tree_leaves(args) if isinstance(t, Tensor)][:1]
             _refuse_reading(args)
         return func(*args, **(kwargs or {}))
 
+    def check(self, graph: Graph) -> None:
+        """Raises if there are tensors with no number of which the graph calculates: code caught an error, and went on without."""
+        used = {_root(node.args[0]) for node in graph.nodes if _gives_number(node.target) and node.users}
+        if len(used) < len({t.untyped_storage()._cdata for t in self.read}):
+            raise _reads(self.read[-1])
+
+
+def _gives_number(func: Any) -> bool:
+    return torch.Tag.data_dependent_output in getattr(func, "tags", ())
+
 
 class Unlisted(TorchFunctionMode):
-    """The same for what reads a number without an op that is seen: `tolist`, and a tensor as an index of a list."""
+    """The same for what reads a number without an op that is seen: `tolist`, text, and a tensor as an index of a list."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is Tensor.__index__ and is_tracing():
             raise _reads(args[0])
-        if func is Tensor.tolist and is_tracing():
+        if func in (Tensor.tolist, Tensor.__repr__) and is_tracing():
             _refuse_reading(args)
         return func(*args, **(kwargs or {}))
 
@@ -145,8 +179,8 @@ def _refuse_reading(args: tuple) -> None:
 
 def _reads(t: Tensor) -> SamplewiseError:
     return SamplewiseError(
-        f"the step cannot be compiled: its code reads the value of a tensor {tuple(t.shape)} (.item(), .tolist(), float(), if, "
-        "an index), and a later value would not be seen. Calculate with the tensor itself, keep the number as a Python number, or "
+        f"the step cannot be compiled: its code reads the value of a tensor {tuple(t.shape)} (.item(), .tolist(), float(), str(), "
+        "if, an index), and a later value would not be seen. Calculate with the tensor itself, keep the number as a Python number, or "
         "take the step op by op: per_sample_step(..., compile=False)."
     )
 
@@ -168,20 +202,26 @@ def _is_same_view(node: Any) -> bool:
     return isinstance(source, Tensor) and isinstance(out, Tensor) and source.shape == out.shape
 
 
-def _is_in_place(node: Node) -> bool:
+def _written(node: Node) -> list[Node]:
+    """The arguments that an op writes to."""
     schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
+    if schema is None or not schema.is_mutable:
+        return []
+    given = {spec.name: a for spec, a in zip(schema.arguments, node.args, strict=False)} | node.kwargs
+    written = [given.get(spec.name) for spec in schema.arguments if spec.is_write]
+    return [n for n in tree_leaves(written) if isinstance(n, Node)]
 
 
 def _root(node: Any) -> Node:
     """What the tensor is a view of."""
-    while node.op == "call_function" and isinstance(node.target, OpOverload) and _is_view_op(node.target):
+    while node.op == "call_function" and (node.target is getitem or _is_view_op(node.target)):
         node = node.args[0]
     return node
 
 
-def _is_view_op(op: OpOverload) -> bool:
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
+def _is_view_op(op: Any) -> bool:
+    returns = op._schema.returns if isinstance(op, OpOverload) else ()
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def _first_line(error: Exception) -> str:

@@ -18,10 +18,15 @@ class Undo:
     """
 
     def __init__(self, tensors: Iterable[Tensor]):
-        self._before = [(t, t._version, t.clone()) for t in tensors if not t.is_inference()]
+        self._before = [(t, t._version, t.detach().clone()) for t in tensors if not t.is_inference()]
 
     def __call__(self) -> None:
         with torch.no_grad():
             for t, version, before in self._before:
-                if t._version != version:
+                if t._version != version or _differs(t, before):
                     t.copy_(before)
+
+
+def _differs(t: Tensor, before: Tensor) -> bool:
+    """Whether a tensor was written to through its `.data`, of which no version tells."""
+    return type(t) is Tensor and t.layout is torch.strided and not t.is_meta and not torch.equal(t, before)
