@@ -2,6 +2,7 @@
 
 import enum
 import functools
+import itertools
 import sys
 import types
 from collections import deque
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from samplewise.hidden import hidden_state
+from samplewise.untouched import PLAIN, Containers, Entry
 
 MISSING = object()
 OF_MODELS = frozenset({"transformers", "peft", "torchvision", "timm", "diffusers"})
@@ -46,7 +48,8 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module, *functions: Callable):
-        self._entries: list[tuple[str, Callable[[], Any], Any]] = []
+        self._entries: list[Entry] = []
+        self._containers = Containers()
         self._seen: dict[int, Any] = {}  # with the objects: the id of one that is gone may come again
         self._pending: list[tuple[str, Any]] = []
         self._given = functions
@@ -60,7 +63,7 @@ class Snapshot:
 
     def change(self) -> str | None:
         """The name of something that is not what it was, or None."""
-        for name, now, before in self._entries:
+        for name, now, before in itertools.chain(self._containers.suspects(), self._entries):
             value = now()
             if value is not before and not (type(value) is type(before) and _is_simple(before) and value == before):
                 return name.removesuffix(".__dict__")
@@ -87,6 +90,14 @@ class Snapshot:
             self._pending.append((name, value))
 
     def _follow(self, name: str, value: Any) -> None:
+        start = len(self._entries)
+        self._see_into(name, value)
+        is_module = isinstance(value, nn.Module)
+        if is_module or type(value) in PLAIN:
+            entries, self._entries[start:] = self._entries[start:], []
+            self._containers.add(value.__dict__ if is_module else value, entries, value if is_module else None)
+
+    def _see_into(self, name: str, value: Any) -> None:
         prefix, facts = f"{name}." if name else "", _facts(value)
         if facts is not None:
             self._entries.append((name, lambda: _facts(value), facts))
