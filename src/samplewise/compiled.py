@@ -165,7 +165,7 @@ class Compiled:
         if change is not None:
             raise SamplewiseError(
                 f"the step changes {change!r}, which its code reads: once compiled, it would stay as it is. Let the code keep it in "
-                "a buffer, or take the step op by op: compile=False."
+                "a buffer and write to that in place, self.name.copy_(...), or take the step op by op: compile=False."
             )
         return snapshot
 
