@@ -41,13 +41,17 @@ def embedding(
         if padding_idx is not None:
             g_BTD = torch.where((ids_BT == padding_idx).unsqueeze(2), 0, g_BTD)
         if scale_grad_by_freq:
-            real_BT = positions(torch.ones_like(ids, dtype=g.dtype))
-            same_BTT = (ids_BT.unsqueeze(1) == ids_BT.unsqueeze(2)).to(g.dtype)
-            g_BTD = g_BTD / (same_BTT @ real_BT.unsqueeze(2)).clamp(min=1)
+            g_BTD = g_BTD / _frequencies(ids_BT, positions(torch.ones_like(ids, dtype=g.dtype)))
         return Rows(ids_BT, g_BTD, num_rows=num_rows)
 
     meeting.use(weight, rows, keep=(input,))
     return meeting.run()
+
+
+def _frequencies(ids_BT: Tensor, real_BT: Tensor) -> Tensor:
+    """How often the sample of each id looks up that id itself, [B, T, 1]; what only fills samples up is not real."""
+    same_BTT = (ids_BT.unsqueeze(1) == ids_BT.unsqueeze(2)).to(real_BT.dtype)
+    return (same_BTT @ real_BT.unsqueeze(2)).clamp(min=1)
 
 
 @rule(F.embedding_bag)
@@ -65,8 +69,11 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    """y[i] = sum or mean of weight[ids of bag i], so row v of weight gets g of every bag that holds v."""
-    if meeting.is_weight(per_sample_weights) or scale_grad_by_freq or mode == "max":
+    """y[i] = sum or mean of weight[ids of bag i], so row v of weight gets g of every bag that holds v.
+
+    With `scale_grad_by_freq` a row's gradient is divided by how often the sample itself looks it up.
+    """
+    if meeting.is_weight(per_sample_weights) or mode == "max":
         return NotImplemented
     by_offsets = offsets is not None and meeting.is_data(offsets)
     layout = meeting.layout(offsets) if offsets is not None and by_offsets else meeting.layout(input)
@@ -95,7 +102,10 @@ def embedding_bag(
         else:
             sample = layout.ids.flatten().expand(num_bags)[bag.cpu()] if by_offsets else layout.ids.flatten()
             positions = Fold(sample, layout.num_samples)
-        return Rows(positions(flat), positions(g[bag] * scale.unsqueeze(1)), num_rows=num_rows)
+        ids_BT, g_BTD = positions(flat), positions(g[bag] * scale.unsqueeze(1))
+        if scale_grad_by_freq:
+            g_BTD = g_BTD / _frequencies(ids_BT, positions(torch.ones_like(flat, dtype=g.dtype)))
+        return Rows(ids_BT, g_BTD, num_rows=num_rows)
 
     keep = [t for t in (input, offsets, per_sample_weights) if t is not None]
     meeting.use(weight, rows, keep=tuple(keep))
