@@ -58,6 +58,22 @@ def by_dlpack(model, x, y):
     return losses.sum() / (1 + float(np.from_dlpack(y).sum()))
 
 
+def sliced_by_the_largest(model, x, y):
+    return model(x)[:, : 1 + y.max()].square().sum()
+
+
+def as_many_columns_as_the_largest(model, x, y):
+    return (model(x).square().sum(1) * (F.one_hot(y) >= 0).sum(1)).sum()
+
+
+def as_many_rows_as_the_largest(model, x, y):
+    return model(x).square().sum() * len(torch.arange(1 + y.max()))
+
+
+def read_as_text(model, x, y):
+    return model(x).square().sum() * (2.0 if "1" in f"{y}" else 1.0)
+
+
 def target_written_later(model, x, y):
     target = F.one_hot(y, 3).float()
     losses = F.mse_loss(model(x), target, reduction="none").sum(1)
@@ -65,7 +81,10 @@ def target_written_later(model, x, y):
     return losses.sum()
 
 
-LOSSES = [target_written_later, scaled_by_len, scaled_by_shape, scaled_by_ones, item_of_moved, counts_of_moved, by_dlpack]
+LOSSES = [
+    target_written_later, scaled_by_len, scaled_by_shape, scaled_by_ones, item_of_moved, counts_of_moved, by_dlpack,
+    sliced_by_the_largest, as_many_columns_as_the_largest, as_many_rows_as_the_largest, read_as_text,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
@@ -118,7 +137,14 @@ def distribution(model, x, y):
     return -torch.distributions.Categorical(logits=model(x)).log_prob(y).sum()
 
 
-@pytest.mark.parametrize("loss", [chosen_by_mask, counted_of_moved, distribution], ids=lambda f: f.__name__)
+def one_hot_of_so_many(model, x, y):
+    targets = F.one_hot(y, 3)[:, : len(x)].to(x)
+    return F.mse_loss(model(x), targets, reduction="none").mean(targets.ndim - 1).sum()
+
+
+@pytest.mark.parametrize(
+    "loss", [chosen_by_mask, counted_of_moved, distribution, one_hot_of_so_many], ids=lambda f: f.__name__
+)
 def test_labels_are_used_as_ever(loss):
     model, optimizer, loader = private(dataset=LABELS, batch_size=8, loss_reduction="sum")
     for x, y in loader:

@@ -17,7 +17,7 @@ from samplewise.flow.memory import key_of
 from samplewise.flow.names import CLASS_LOSSES, ELEMENTWISE, LOSSES, SCALING
 from samplewise.flow.routing import PATTERNS, ROUTING, routes
 from samplewise.inside import Insides
-from samplewise.kinds import SIZED_BY_VALUES, Kind, kind_of
+from samplewise.kinds import SIZED_BY_VALUES, Kind, kind_of, read_by_torch
 from samplewise.marking import Look, Marking
 from samplewise.marks import Marks
 from samplewise.meetings import Meetings
@@ -141,6 +141,9 @@ class Intercept(TorchFunctionMode):
             guard.met(tensors_in(values))
             weighs_classes = kind.name in CLASS_LOSSES or kind.name in LOSSES  # by what comes after outputs and targets
             self._mark_of_batch(guard, tensors_in(args[:2] if weighs_classes else values))
+        for t in read_by_torch(kind.name, args, kwargs):
+            if (mark := self.marks.get(t)) is not None:
+                guard.read(kind.name, mark, is_inside=self.recorder.is_inside)
         if kind.is_reading or kind.name in SCALING:
             numbers = [float(a) for a in values if isinstance(a, int | float)]
             for t in tensors_in(values):

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from samplewise.flow.call import is_in_place, op_name
+from samplewise.flow.call import is_in_place, op_name, tensors_in
 from samplewise.flow.handlers import flows_by_shapes
 from samplewise.inside import ENGINE, without_override
 
@@ -27,6 +27,7 @@ FOLLOWED = {"register_hook", "deepcopy", "as_subclass"}
 READING = {
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__bool__, Tensor.__int__, Tensor.__float__,
     Tensor.__index__, Tensor.__complex__, Tensor.__dlpack__, Tensor.__contains__, Tensor.is_nonzero, Tensor.equal, Tensor.allclose,
+    Tensor.__repr__, Tensor.__format__,
     torch.is_nonzero, torch.equal, torch.allclose,
 }  # fmt: skip
 """Functions that give values of a tensor to Python."""
@@ -37,6 +38,21 @@ SIZES = set("shape size len numel nelement nbytes stride".split())
 
 SIZED_BY_VALUES = set("nonzero argwhere masked_select unique unique_consecutive bincount repeat_interleave".split())
 """Ops whose results have as many rows as values say."""
+
+
+FACTORIES = set("arange empty eye full linspace ones rand randn zeros".split())
+"""Ops that make a tensor of a size that numbers tell, or single values of tensors."""
+
+
+def read_by_torch(name: str, args: tuple, kwargs: dict) -> list[Tensor]:
+    """Tensors of which torch itself reads the values for the shape of a result: x[:, :lengths.max()], one_hot(y), zeros(n)."""
+    if name == "getitem":
+        parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return tensors_in([(i.start, i.stop, i.step) for i in parts if isinstance(i, slice)])
+    if name == "one_hot":
+        num_classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+        return tensors_in((*args, *kwargs.values())) if num_classes == -1 else []
+    return tensors_in((*args, *kwargs.values())) if name in FACTORIES else []
 
 
 @dataclass(frozen=True, slots=True)
