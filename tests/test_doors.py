@@ -33,6 +33,12 @@ def LABELS_OF(x):  # noqa: N802
     return (x[:, 0] > 0).long() + 0
 
 
+def ctc(z, targets, lengths):
+    return F.ctc_loss(
+        z.log_softmax(-1).expand(5, 4, 4), targets, torch.full((4,), 5), torch.as_tensor(lengths), reduction="sum"
+    )
+
+
 def overwritten(z, i):
     z[i] = 0
     return z
@@ -94,6 +100,11 @@ LOSSES = {
     "rows of others overwritten": lambda g, z, x: overwritten(z.clone(), LABELS_OF(x)).square().sum(),
     "rows of others added to": lambda g, z, x: added_to(z.clone(), LABELS_OF(x)).square().sum(),
     "histogram of the batch": lambda g, z, x: (z * torch.zeros_like(z).index_add(0, LABELS_OF(x), torch.ones_like(z))).sum(),
+    "columns added up by all labels": lambda g, z, x: torch.zeros_like(z).index_add(1, LABELS_OF(x), z).square().sum(),
+    "columns copied by all labels": lambda g, z, x: torch.zeros_like(z).index_copy(1, LABELS_OF(x), z).square().sum(),
+    "targets of others": lambda g, z, x: ctc(z, 1 + LABELS_OF(x).flip(0)[:, None], [1] * 4),
+    "targets of others in one vector": lambda g, z, x: ctc(z, 1 + LABELS_OF(x).repeat_interleave(2), [1, 3, 2, 2]),
+    "lengths of others": lambda g, z, x: ctc(z, torch.ones(4, 2).long(), 1 + LABELS_OF(x).flip(0)),
     "gradient given that mixes": lambda g, z, x: _with_gradient(z, z.detach().softmax(0)),
 }  # fmt: skip
 
@@ -372,6 +383,15 @@ def sparse_constant(s, x):
     return s.l(torch.sparse.mm(EYE, h.T).T)
 
 
+def masked_by_lengths(s, x, lengths):
+    """As Wav2Vec2 does: a 1 at each sample's last place, and all before it."""
+    mask = x.new_zeros(x.shape[:2])
+    mask[(torch.arange(len(x)), lengths - 1)] = 1
+    x = x.clone()
+    x[~mask.flip([-1]).cumsum(-1).flip([-1]).bool()] = 0
+    return s.l(x)
+
+
 TOKENS = torch.arange(B)
 EYE = torch.eye(5).double().to_sparse()
 ORDINARY = {
@@ -406,6 +426,14 @@ ORDINARY = {
     "state made in forward": (
         lambda: Fn(lambda s, x: torch.tanh(x @ s.u + x.new_zeros(len(x), 4) @ s.w), u=(5, 4), w=(4, 4)), lambda: (data(B, 5),)
     ),
+    "one order for all along features": (
+        lambda: Fn(lambda s, x: s.l(torch.take_along_dim(x, torch.tensor([[3, 1, 0, 2, 4]]), 1)), l=linear()), lambda: (data(B, 5),)
+    ),
+    "likeness to prototypes": (
+        lambda: Fn(lambda s, x: F.cosine_similarity(s.l(x), s.codes.unsqueeze(1), dim=-1).T, l=linear(), codes=nn.Buffer(data(B, 3))),
+        lambda: (data(B, 5),),
+    ),
+    "mask made of lengths": (lambda: Fn(masked_by_lengths, l=linear()), lambda: (data(B, 6, 5), LENGTHS)),
     "rows picked by a mask": (
         lambda: Fn(lambda s, x: s.l(torch.where(x > 0, x, 0.0)[:, [0, 2]]), l=linear(2, 3)), lambda: (data(B, 5),)
     ),
@@ -442,6 +470,42 @@ def test_ctc_loss():
 def counted(x: Tensor, count: Tensor) -> Tensor:
     count.add_(1)
     return x * 2
+
+
+@pytest.mark.parametrize("lengths", [[2, 2, 2, 2], [1, 3, 2, 2]])
+def test_ctc_loss_of_targets_in_one_vector(lengths):
+    model, x, targets = linear(5, 3).double(), data(B, 6, 5), torch.tensor([1, 2, 2, 1, 2, 2, 1, 1])
+    truth = [
+        F.ctc_loss(model(x).log_softmax(-1).transpose(0, 1), targets, [6] * B, lengths, reduction="none")[b]
+        for b in range(B)
+    ]
+    want = [torch.autograd.grad(one, model.weight)[0] for one in truth]
+    with sw.capture(model) as grads:
+        z = model(x).log_softmax(-1).transpose(0, 1)
+        grads.backward(F.ctc_loss(z, targets, [6] * B, lengths, reduction="none"))
+    assert torch.allclose(grads.materialize()["weight"], torch.stack(want))
+
+
+def test_places_that_several_samples_pick_in_one_row_are_refused():
+    def forward(s, x, i):
+        mask = x.new_zeros(2, 5)
+        mask[(torch.arange(len(x)) % 2, i)] = 1
+        return s.l(x * mask[0])
+
+    model = Fn(forward, l=linear()).double()
+    with sw.capture(model, verify=False), pytest.raises(SamplewiseError):
+        model(data(B, 5), LABELS).sum().backward()
+
+
+def test_what_an_index_picks_is_written_where_it_is_to_be():
+    """And not the numbers of the samples."""
+    model, x, out = nn.Embedding(9, 3).double(), torch.tensor([[5], [6], [7], [8]]), torch.zeros(B, 1, dtype=torch.long)
+    with sw.capture(model, verify=False) as grads:
+        grads.mark(x)
+        torch.index_select(x, 0, torch.tensor([1, 0, 3, 2]), out=out)
+        model(out).square().sum().backward()
+    assert out.flatten().tolist() == [6, 5, 8, 7]
+    assert grads.materialize()["weight"].abs().sum(2).nonzero().tolist() == [[0, 5], [1, 6], [2, 7], [3, 8]]
 
 
 def test_ops_are_not_tried_out_on_what_they_change():

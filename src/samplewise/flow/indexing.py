@@ -95,7 +95,7 @@ def selected_by_data(call: Call) -> Mark:
 
 
 def gathered(call: Call) -> Mark:
-    """x.gather(dim, index): an element comes from the sample that it is picked from."""
+    """x.gather(dim, index): an element comes from the sample that it is picked from; take_along_dim broadcasts the two."""
     source = call.args[0]
     position, index_position = (1, 2) if call.name == "gather" else (2, 1)
     dim, index = call.arg(position, "dim"), call.arg(index_position, "index", call.kwargs.get("indices"))
@@ -107,11 +107,11 @@ def gathered(call: Call) -> Mark:
     if id(source) in layouts:
         ids = layouts[id(source)].ids
         for d in range(source.ndim):
-            if d != dim and ids.shape[d] > index.shape[d]:
-                ids = ids.narrow(d, 0, index.shape[d])
+            if d != dim and ids.shape[d] > call.out.shape[d]:
+                ids = ids.narrow(d, 0, call.out.shape[d])
         if ids.shape[dim] != 1:
-            ids = ids.expand([index.shape[d] if d != dim else source.shape[d] for d in range(source.ndim)])
-            ids = compressed(ids.gather(dim, on_cpu(index)))
+            ids = ids.expand([call.out.shape[d] if d != dim else source.shape[d] for d in range(source.ndim)])
+            ids = compressed(ids.gather(dim, on_cpu(index).expand(call.out.shape)))
         parts.append(ids)
     return merged(call, parts)
 

@@ -80,10 +80,19 @@ def _counts_evenly(call: Call, target: Tensor, layout: Layout) -> bool:
 
 
 def ctc(call: Call) -> Mark:
-    """ctc_loss(log_probabilities [T, B, C], ...): one loss a sample, or their sum, or a mean weighted by lengths."""
+    """ctc_loss(log_probabilities [T, B, C], ...): one loss a sample, or their sum, or a mean weighted by lengths.
+
+    Targets [B, S] and lengths [B] are of their row's sample; targets of all in one vector lie one after the other.
+    """
     tensor, layout = call.subject
     if tensor is not call.args[0] or layout.dims != (1,) or tensor.ndim != 3:
         return Lost(call.name)
+    samples = layout.ids.flatten()
+    for t, mark in call.marks[1:]:
+        is_flat = t is call.args[1] and t.ndim == 1
+        of_rows = samples.repeat_interleave(torch.as_tensor(call.args[3]).cpu()) if is_flat else samples
+        if not isinstance(mark, Layout) or not torch.equal(mark.ids.flatten(), of_rows):
+            return call.mixed()
     reduction = call.arg(5, "reduction", 1)
     if reduction == 0:
         return call.layout(layout.ids.flatten())
@@ -92,9 +101,9 @@ def ctc(call: Call) -> Mark:
 
 def compared(call: Call) -> Mark:
     """cosine_similarity(x1, x2, dim): rows meet one to one and the compared dimension goes."""
-    ndim = max(t.ndim for t, _ in call.marks)
+    ndim = call.out.ndim + 1
     met = broadcast_met(call, ndim)
-    dim = call.arg(2, "dim", 1) % max(1, ndim)
+    dim = call.arg(2, "dim", 1) % ndim
     if not isinstance(met, Layout) or dim in met.dims:
         return call.mixed()
     return call.layout(met.ids.squeeze(dim))

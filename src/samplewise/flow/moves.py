@@ -111,7 +111,7 @@ def indexed_along(call: Call) -> Mark:
     if call.name == "unfold":
         return Lost(call.name)
     args = [on_cpu(a) if isinstance(a, Tensor) else a for a in call.args[1:]]
-    kwargs = {k: on_cpu(v) if isinstance(v, Tensor) else v for k, v in call.kwargs.items()}
+    kwargs = {k: on_cpu(v) if isinstance(v, Tensor) else v for k, v in call.kwargs.items() if k != "out"}
     out = call.func(layout.ids, *args, **kwargs)
     if isinstance(out, Tensor):
         return call.layout(compressed(out))

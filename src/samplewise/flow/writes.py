@@ -31,13 +31,30 @@ def written(call: Call, before: Layout | None) -> Mark:
         elif not isinstance(merged(call, [picked, of_pickers]), Layout):
             return call.mixed()
     if of_value is None:
-        return before or Lost(call.name)
+        return before or _picked_out(call, pickers, layouts)
     ids = torch.full([1] * target.ndim, NO_SAMPLE, device="cpu") if before is None else before.ids
     if any(d >= consumed for d in range(target.ndim) if ids.shape[d] != 1):
         consumed = target.ndim
     ids = ids.expand([*target.shape[:consumed], *ids.shape[consumed:]]).clone()
     ids[index] = aligned(of_value.ids, ids[index].ndim)
     return Layout(adopted(compressed(ids), of_value.num_samples), of_value.num_samples)
+
+
+def _picked_out(call: Call, pickers: tuple, layouts: dict[int, Layout]) -> Mark:
+    """mask[arange(B), lengths] = 1: where samples pick the places, each along rows of its own, a row is of the sample in it."""
+    target, of_pickers = call.args[0], [layouts[id(i)].ids for i in pickers if id(i) in layouts]
+    rows = [d for d, i in enumerate(pickers) if id(i) not in layouts]
+    if not rows or any(not isinstance(i, Tensor) or i.dtype in (torch.bool, torch.uint8) for i in pickers):
+        return Lost(call.name)
+    met = merged(call, [aligned(ids, max(i.ndim for i in pickers)) for ids in of_pickers])
+    if not isinstance(met, Layout):
+        return met
+    *places, samples = torch.broadcast_tensors(*[on_cpu(pickers[d]) for d in rows], met.ids)
+    index = tuple(places[rows.index(d)] if d in rows else 0 for d in range(len(pickers)))
+    ids = torch.full([target.shape[d] if d in rows else 1 for d in range(target.ndim)], NO_SAMPLE, device="cpu")
+    ids[index] = samples.reshape(samples.shape + (1,) * (target.ndim - len(pickers)))
+    is_apart = torch.equal(ids[index].flatten(), samples.flatten())
+    return call.layout(compressed(ids)) if is_apart else call.mixed()
 
 
 def adopted(ids: Tensor, num_samples: int) -> Tensor:
@@ -71,6 +88,8 @@ def added_along(call: Call) -> Mark:
     dim = dim % max(1, target.ndim)
     of_source = layouts[id(source)].ids
     if all(layout.ids.shape[dim] == 1 for layout in (layouts.get(id(t)) for t in (target, source)) if layout is not None):
+        if id(index) in layouts:
+            return call.mixed()  # where a feature of every sample lands is up to the one that the index is of
         return merged(call, [layouts[id(t)].ids for t in (target, source) if id(t) in layouts])
     index = on_cpu(index)
     shape = list(of_source.shape)
