@@ -16,6 +16,7 @@ from samplewise.hints import hinted
 from samplewise.ops import cudnn  # noqa: F401  (registers its ops)
 from samplewise.replay import Recorder
 from samplewise.snapshot import Snapshot
+from samplewise.still import gpus_of
 from samplewise.trace import Record, Run, Trace
 from samplewise.undo import Undo
 
@@ -139,12 +140,14 @@ class Compiled:
     def _settled(self, batch: tuple) -> Snapshot:
         """What the step's code reads, once taking the step changes nothing of it; what only running shows is refused here.
 
-        Buffers, other tensors that code has at hand and the batch are left as they were: the step itself is taken by the graph.
+        Buffers, other tensors that code has at hand, the batch and torch's generators are left as they were: the step itself is taken
+        by the graph.
         """
         snapshot = Snapshot(self.model, *self.functions)
         undo = Undo(t for t in (*snapshot.tensors(), *tree_leaves(batch)) if isinstance(t, Tensor))
         try:
-            return self._tried(batch, snapshot)
+            with torch.random.fork_rng(gpus_of(self.model)):
+                return self._tried(batch, snapshot)
         finally:
             undo()
 

@@ -76,11 +76,10 @@ def _lowest(name: str, args: tuple, kwargs: dict[str, Any]) -> int:
 @contextmanager
 def same_randomness(module: nn.Module, *, seed: int = 0) -> Iterator[None]:
     """Random state of torch, Python and NumPy fixed inside, and put back afterwards."""
-    devices = sorted({p.device.index or 0 for p in module.parameters() if p.is_cuda})
     numpy = sys.modules.get("numpy")
     state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(gpus_of(module)):
             torch.manual_seed(seed)
             random.seed(seed)
             if numpy:
@@ -90,6 +89,11 @@ def same_randomness(module: nn.Module, *, seed: int = 0) -> Iterator[None]:
         random.setstate(state)
         if numpy:
             numpy.random.set_state(numpy_state)
+
+
+def gpus_of(module: nn.Module) -> list[int]:
+    """The numbers of the GPUs that its parameters are on."""
+    return sorted({p.device.index or 0 for p in module.parameters() if p.is_cuda})
 
 
 def twin(module: nn.Module) -> nn.Module:
