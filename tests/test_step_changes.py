@@ -221,6 +221,7 @@ def _changes_of_query() -> dict[str, Callable[[], tuple[Any, Callable]]]:
         "list": of(lambda: [0.1], lambda c: c[0], put(0)),
         "nested": of(lambda: {"a": [{"b": 0.1}]}, lambda c: c["a"][0]["b"], lambda c: put("b")(c["a"][0])),
         "dict-order": of(lambda: {"a": 0.1, "b": 0.05}, lambda c: next(iter(c.values())), reordered),
+        "dict-key": of(lambda: {"a": 0.1}, lambda c: c.get("a", 0.05), lambda c: c.update(b=c.pop("a"))),
         "set": of(lambda: {0.1}, max, replaced),
         "deque": of(lambda: deque([0.1]), lambda c: c[0], put(0)),
         "array": of(lambda: np.array([0.1]), lambda c: float(c[0]), put(0)),
@@ -368,6 +369,7 @@ CHANGES_OF_MODEL: dict[str, tuple[Callable, Callable]] = {
     "hook": (mlp, lambda m: m[0].register_forward_hook(lambda module, args, out: out * 2)),
     "hook-before": (mlp, lambda m: m[2].register_forward_pre_hook(lambda module, args: (args[0] * 2,))),
     "submodule": (mlp, lambda m: m.__setitem__(1, nn.ReLU())),
+    "class": (mlp, lambda m: setattr(m[1], "__class__", nn.Sigmoid)),
     "appended": (mlp, lambda m: m.append(nn.Tanh())),
     "parametrized": (mlp, weight_normed),
     "activation": (
