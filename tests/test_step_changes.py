@@ -477,6 +477,15 @@ def test_a_buffer_is_written_once_a_step():
     assert step.num_op_by_op == 2
 
 
+def test_a_global_that_is_called_as_a_method_is_not_read(uncompiled, monkeypatch):
+    """norms = step(x).answer, in a notebook whose query is lambda grads: grads.norms()."""
+    monkeypatch.delitem(globals(), "norms")
+    step = sw.per_sample_step(mlp(), per_row, lambda grads: grads.norms(), compile=True)
+    for _ in range(MAX_FAMILIES + 2):
+        monkeypatch.setitem(globals(), "norms", step(*batch_of()).answer)
+    assert step.num_graphs == 1
+
+
 def through_out(m: Any) -> None:
     torch.add(m.count * 1, 1, out=m.count)
 

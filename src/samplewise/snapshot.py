@@ -1,5 +1,6 @@
 """What Python code reads beside its arguments, and whether it is still what it was."""
 
+import dis
 import enum
 import functools
 import itertools
@@ -173,9 +174,9 @@ class Snapshot:
             self._see_variable(name, lambda cell=cell: _contents(cell), names)
         for name in _imported(function, names):
             self._see_variable(name, lambda name=name: sys.modules.get(name, MISSING), names)
-        space = function.__globals__
-        self._see(f"{function.__name__}.__globals__", lambda: Facts(name for name in names if name in space))
-        for name in names & space.keys():
+        space, of_space = function.__globals__, names if "globals" in names else _globals(function.__code__)
+        self._see(f"{function.__name__}.__globals__", lambda: Facts(name for name in of_space if name in space))
+        for name in of_space & space.keys():
             self._see_variable(name, lambda name=name: function.__globals__.get(name, MISSING), names)
 
     def _name(self, names: set[str]) -> None:
@@ -277,6 +278,13 @@ def _imported(function: types.FunctionType, names: set[str]) -> set[str]:
     package = function.__globals__.get("__package__") or ""
     full = {f"{package}.{name}".rstrip(".") for name in names} | {f"{package.rpartition('.')[0]}.{name}" for name in names}
     return {name for name in names | full if name in sys.modules}
+
+
+def _globals(code: types.CodeType) -> set[str]:
+    """The names of global variables in the code and in functions defined in it; not of attributes, which may be called alike."""
+    nested = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    own = {str(i.argval) for i in dis.get_instructions(code) if "GLOBAL" in i.opname or i.opname == "LOAD_NAME"}
+    return own.union(*map(_globals, nested))
 
 
 def _names(code: types.CodeType) -> set[str]:
