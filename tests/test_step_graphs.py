@@ -1,6 +1,8 @@
 """Graphs of compiled steps against the step op by op: every kind of use, and every size of the batch."""
 
 import os
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -156,3 +158,23 @@ def test_compiled_for_all_sizes():
         batch = batch_of(size)
         assert error(step(*batch), eager(*batch)) < 1e-9, size
     assert step.num_graphs == 3
+
+
+OF_ONE_CACHE = """
+import torch, samplewise as sw
+from torch import nn
+
+torch.manual_seed(0)
+model, x = nn.Sequential(nn.Linear(37, 50), nn.Tanh(), nn.Linear(50, 20)), torch.randn(9, 37)
+steps = [sw.per_sample_step(model, lambda m, x: m(x).square().sum(1), lambda g: g.norms(), compile=c) for c in (True, False)]
+torch.testing.assert_close(*(step(x).answer for step in steps))
+"""
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="takes a processor with two widths of vectors"
+)
+def test_processors_that_share_the_compilers_cache(tmp_path):
+    for capability in ("avx2", "avx512"):
+        surroundings = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "ATEN_CPU_CAPABILITY": capability}
+        subprocess.run([sys.executable, "-c", OF_ONE_CACHE], env=surroundings, check=True)

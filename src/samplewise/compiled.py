@@ -1,5 +1,6 @@
 """Compiled steps: one graph for each kind of batch and state of the model that is met, whatever the batch's size."""
 
+import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from samplewise.batches import has_rows, kind_of, resized, surroundings
 from samplewise.errors import SamplewiseError
 from samplewise.hints import hinted
 from samplewise.ops import cudnn  # noqa: F401  (registers its ops)
-from samplewise.replay import Recorder
+from samplewise.replay import Recorder, values_of
 from samplewise.snapshot import Snapshot
 from samplewise.still import gpus_of
 from samplewise.trace import Record, Run, Trace
@@ -249,7 +250,10 @@ class Compiled:
             return _as_written(graph.forward)
         tensors = [t for t in tree_flatten(batch)[0] if isinstance(t, Tensor)]
         unsized = any(node.target is UNSIZED for node in graph.graph.nodes)
-        options: Any = {"fullgraph": True, "options": {"size_asserts": False} if unsized else None}
+        settings: dict[str, Any] = {"size_asserts": False} if unsized else {}
+        if any(t.is_cpu for node in graph.graph.nodes for t in values_of(node)):
+            settings["cpp.simdlen"] = vector_bits()
+        options: Any = {"fullgraph": True, "options": settings or None}
         if is_fixed:
             compiled = _as_written(torch.compile(hinted(graph).forward, dynamic=False, **options))
             return compiled if writes else self._recorder.recorded(compiled, graph, tensors)
@@ -262,6 +266,18 @@ class Compiled:
             return compiled(*tensors)
 
         return run if writes else self._recorder.recorded(run, graph, tensors)
+
+
+@functools.cache
+def vector_bits() -> int:
+    """How wide this processor's vectors are, as the compiler sees them.
+
+    Its cache on disk is asked with all settings, but not with the processor: what another processor, or this one under
+    another ATEN_CPU_CAPABILITY, had left there was run with steps of the wrong width.
+    """
+    from torch._inductor.cpu_vec_isa import pick_vec_isa  # slow to import
+
+    return pick_vec_isa().bit_width()
 
 
 def _check_results(first: Trace, *others: Trace) -> None:

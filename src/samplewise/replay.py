@@ -53,7 +53,7 @@ class Recorder:
         """
         read = [attrgetter(str(node.target))(graph) for node in graph.graph.nodes if node.op == "get_attr"]
         state = [t for t in read if isinstance(t, Tensor)]
-        outputs = [t for out in graph.graph.find_nodes(op="output") for node in out.all_input_nodes for t in _values(node)]
+        outputs = [t for out in graph.graph.find_nodes(op="output") for node in out.all_input_nodes for t in values_of(node)]
         devices = {t.device for t in (*tensors, *state)}
         if len(devices) != 1 or next(iter(devices)).type != "cuda" or not is_all_on(next(iter(devices)), graph):
             return compiled
@@ -136,16 +136,16 @@ def is_all_on(device: torch.device, graph: GraphModule) -> bool:
 
     A number that it draws, `x * torch.rand(())` on the CPU, would be the same in every step.
     """
-    away = {node for node in graph.graph.nodes if any(t.device != device for t in _values(node))}
+    away = {node for node in graph.graph.nodes if any(t.device != device for t in values_of(node))}
     seeded = torch.Tag.nondeterministic_seeded
     if any(
-        seeded in getattr(node.target, "tags", ()) or any(map(_values, set(node.all_input_nodes) - away)) for node in away
+        seeded in getattr(node.target, "tags", ()) or any(map(values_of, set(node.all_input_nodes) - away)) for node in away
     ):
         return False
     return away.isdisjoint(*(out.all_input_nodes for out in graph.graph.find_nodes(op="output")))
 
 
-def _values(node: Node) -> list[Tensor]:
+def values_of(node: Node) -> list[Tensor]:
     return [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
 
 
