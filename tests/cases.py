@@ -13,6 +13,14 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 
+def curved(out: Tensor) -> Tensor:
+    """What a loss sums: curved, so that every sample's output gradient differs and depends on the forward values.
+
+    Not of sums and squares alone, which are the same for whatever a last layer norm gives.
+    """
+    return out.abs().square() if out.is_complex() else out.sin() + 0.3 * out.square()
+
+
 @dataclass
 class Case:
     name: str
@@ -31,10 +39,7 @@ class Case:
         dim = self.batch_dim
 
         def loss_fn(model: nn.Module, *args: Any) -> Tensor:
-            out = model(*args)
-            # curved, so that every sample's output gradient differs and depends on the forward values; and not of sums and
-            # squares alone, which are the same for whatever a last layer norm gives
-            out = out.abs().square() if out.is_complex() else out.sin() + 0.3 * out.square()
+            out = curved(model(*args))
             return out.movedim(dim, 0).flatten(1).sum(1) if out.ndim > 1 else out
 
         return model, batch, self.loss_fn or loss_fn
