@@ -251,7 +251,8 @@ class Compiled:
         tensors = [t for t in tree_flatten(batch)[0] if isinstance(t, Tensor)]
         unsized = any(node.target is UNSIZED for node in graph.graph.nodes)
         settings: dict[str, Any] = {"size_asserts": False} if unsized else {}
-        if any(t.is_cpu for node in graph.graph.nodes for t in values_of(node)):
+        computed = [node for node in graph.graph.nodes if node.op == "call_function"]
+        if any(t.is_cpu for node in computed for t in values_of(node)):
             settings["cpp.simdlen"] = vector_bits()
         options: Any = {"fullgraph": True, "options": settings or None}
         if is_fixed:
