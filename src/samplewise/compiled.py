@@ -228,9 +228,8 @@ class Compiled:
             raise sizes.NotAlikeError("the size of the batch is not one of its tensors'")
         pinned = Record(routes=first.record.routes)
         second = self._traced(family, batch, pinned)
-        third_size = (
-            small + size + (small % 2 == size % 2 == 0)
-        )  # two even ones and an odd: code may round up to multiples of 8
+        # even and odd ones among the three: code may round up to multiples of 8
+        third_size = small + size + (small % 2 == size % 2 == 0)
         more = tree_unflatten([resized(t, self.batch_dim, size, third_size) for t in leaves], spec)
         third = self._traced(family, more, pinned)
         if second.record.batch_size != size:
@@ -253,7 +252,7 @@ class Compiled:
         settings: dict[str, Any] = {"size_asserts": False} if unsized else {}
         computed = [node for node in graph.graph.nodes if node.op == "call_function"]
         if any(t.is_cpu for node in computed for t in values_of(node)):
-            settings["cpp.simdlen"] = vector_bits()
+            settings["cpp.simdlen"] = _vector_bits()
         options: Any = {"fullgraph": True, "options": settings or None}
         if is_fixed:
             compiled = _as_written(torch.compile(hinted(graph).forward, dynamic=False, **options))
@@ -270,7 +269,7 @@ class Compiled:
 
 
 @functools.cache
-def vector_bits() -> int:
+def _vector_bits() -> int:
     """How wide this processor's vectors are, as the compiler sees them.
 
     Its cache on disk is asked with all settings, but not with the processor: what another processor, or this one under
