@@ -501,6 +501,12 @@ def test_check_is_not_misled_by_gradients_that_are_zero_but_for_rounding(dtype, 
     assert relative_errors({**truth, name: truth[name] + 1e-3}, truth)[name] > tolerance
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_does_not_hide_another(value):
+    truth = {"a": torch.tensor([value]), "b": torch.tensor([1.0])}
+    assert relative_errors({**truth, "b": torch.tensor([2.0])}, truth) == {"a": float("inf"), "b": 1.0}
+
+
 def test_loss_inside_a_hugging_face_model():
     net, ids = gpt2(loss_type="ForCausalLM").double(), tokens()
     with sw.capture(net, loss_reduction="mean") as grads:
