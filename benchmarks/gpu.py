@@ -20,11 +20,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpu_jobs import Job, measure
+from gpu_jobs import Job, measure, rates_alone
 from gpu_methods import METHODS
 from gpu_models import ROWS
 from gpu_results import Results, device_name, machine
-from gpu_worker import DTYPES, TRUTH
+from gpu_worker import DTYPES, TRUTH, print_rates
 from gpu_worker import main as work
 
 HERE = Path(__file__).parent
@@ -37,6 +37,9 @@ def main() -> None:
     options = parsed()
     if options.worker:
         work(*json.loads(options.worker))
+        return
+    if options.print_rates:
+        print_rates(options.print_rates, options.dtypes)
         return
     until = time.monotonic() + options.budget
     device, driver = ("CPU, tiny models", "") if options.tiny else device_name()
@@ -51,7 +54,7 @@ def main() -> None:
     jobs = [Job(*unit, method) for method in (TRUTH, *options.methods) for unit in units]  # large rows beside small ones
     jobs.sort(key=lambda job: (options.dtypes.index(job.dtype), job.first))
     with tempfile.TemporaryDirectory() as folder:
-        how = (options, Path(folder), until, results.check)
+        how = (options, Path(folder), until, results.check, rates_alone(options))
         for job in report(measure(jobs, *how), results, run):
             report(measure([job], *how), results, run)
     print(results.path.with_suffix(".md").read_text())
@@ -87,6 +90,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--commit", help="what the results are of, where there is no repository to ask")
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--print-rates", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.methods = [m for m in METHODS if any(m.startswith(asked) for asked in options.methods)]
     if not options.methods:

@@ -69,7 +69,13 @@ class Job:
         return min(gib * (2 if holds_gradients else 1), MOST_GIB)
 
     def start(
-        self, options: argparse.Namespace, folder: Path, heard: queue.Queue, num_compiled: int, small_error: float | None
+        self,
+        options: argparse.Namespace,
+        folder: Path,
+        heard: queue.Queue,
+        num_compiled: int,
+        small_error: float | None,
+        rates: dict[str, Any],
     ) -> None:
         threads = max(1, (os.cpu_count() or 1) // max(1, num_compiled))
         environment = {
@@ -79,7 +85,7 @@ class Job:
             "OMP_NUM_THREADS": "1",
             "TRANSFORMERS_VERBOSITY": "error",
         }
-        given = [*self.key, options.tiny, options.seconds, str(truth_path(folder, self)), small_error]
+        given = [*self.key, options.tiny, options.seconds, str(truth_path(folder, self)), small_error, rates[self.dtype]]
         self.log = folder / f"{self.row}-{self.dtype}-{self.method.replace(' ', '_')}.log"
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "gpu.py"), "--worker", json.dumps(given)],
@@ -154,11 +160,13 @@ def measure(
     folder: Path,
     until: float,
     check: Callable[[str, str], dict[str, Any]],
+    rates: dict[str, Any],
 ) -> Iterator[Job]:
     """Gives each job when it is done, and in the end those that there was no time for.
 
     As many get ready at once as there are slots. One that is ready is timed at once, with all others stopped, and makes room.
     `check` gives what the check of a row's method on a few samples has found, if it was run; what failed it is not run again.
+    `rates` are what samplewise plans by, for each dtype.
     """
     heard: queue.Queue = queue.Queue()
     waiting, running, ending = list(jobs), [], []
@@ -172,7 +180,7 @@ def measure(
                     job.state, job.facts = "failed", found
                     yield job
                 else:
-                    job.start(options, folder, heard, num_compiled, found.get("small_error"))
+                    job.start(options, folder, heard, num_compiled, found.get("small_error"), rates)
                     running.append(job)
             let_in(running, options)
             listen(running, heard, folder)
@@ -192,6 +200,21 @@ def measure(
     for job in [*running, *waiting]:
         job.state = "out of time"
         yield job
+
+
+def rates_alone(options: argparse.Namespace) -> dict[str, Any]:
+    """{dtype: rates by which samplewise plans}, measured while no other process runs: those that get ready side by side cannot."""
+    ask = [
+        sys.executable,
+        str(HERE / "gpu.py"),
+        "--print-rates",
+        "cpu" if options.tiny else "cuda",
+        "--dtypes",
+        *options.dtypes,
+    ]
+    path = os.pathsep.join([str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(ask, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "PYTHONPATH": path})
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def let_in(jobs: list[Job], options: argparse.Namespace) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -96,10 +96,14 @@ QUERIES: dict[str, Callable[[Any], Any]] = {
 class Samplewise:
     """A step and what is to be told of it."""
 
+    rates: ClassVar[Any] = None
+    """What the device does in a second, measured while no other process used it; each worker sets it."""
+
     def __init__(self, model: nn.Module, loss_fn: LossFn, batch: tuple[Tensor, ...], answer: str, compiled: bool):
         import samplewise as sw
 
-        self._step, self._batch = sw.per_sample_step(model, loss_fn, QUERIES[answer], compile=compiled), batch
+        self._step = sw.per_sample_step(model, loss_fn, QUERIES[answer], compile=compiled, rates=self.rates)
+        self._batch = batch
 
     def __call__(self) -> Any:
         return self._step(*self._batch).answer

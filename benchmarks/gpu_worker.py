@@ -4,6 +4,7 @@ It speaks with `gpu.py` in lines: it says "checked" and waits for "warm", says "
 """
 
 import contextlib
+import dataclasses
 import gc
 import json
 import math
@@ -35,6 +36,8 @@ from gpu_methods import (
 from gpu_models import ROWS, Batch, Row
 from torch import Tensor, nn
 
+from samplewise import plan
+
 SAYS = "@@"
 """Begins each line that is for the parent."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -52,10 +55,13 @@ def hear(word: str) -> None:
         os._exit(1)
 
 
-def main(row: str, dtype: str, method: str, tiny: bool, seconds: float, truth: str, known: float | None) -> None:
-    """Runs a job; `known` is the error on a few samples, if another dtype's process has found it."""
+def main(
+    row: str, dtype: str, method: str, tiny: bool, seconds: float, truth: str, known: float | None, rates: dict[str, float]
+) -> None:
+    """Runs a job; `known` is the error on a few samples, if another dtype's process has found it; `rates`: `print_rates`."""
     warnings.filterwarnings("ignore")
     device = "cpu" if tiny else "cuda"
+    Samplewise.rates = plan.Rates(**rates)
     given = (ROWS[row], dtype, device, Path(truth))
     try:
         time_alone = prepare_truth(*given) if method == TRUTH else prepare(*given, METHODS[method], known)
@@ -95,6 +101,11 @@ def release(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+
+def print_rates(device: str, dtypes: list[str]) -> None:
+    """{dtype: what the device does in a second}, for samplewise's plans in the processes that run side by side."""
+    print(json.dumps({dtype: dataclasses.asdict(plan.measured_rates(device, DTYPES[dtype])) for dtype in dtypes}))
 
 
 # --- truth ----------------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ def test_arguments_are_frozen():
         "plan", "rates",
     ]  # fmt: skip
     assert list(inspect.signature(sw.per_sample_step).parameters) == [
-        "model", "loss_fn", "query", "compile", "memory", "loss_reduction", "batch_dim", "verify", "plan", "params",
+        "model", "loss_fn", "query", "compile", "memory", "loss_reduction", "batch_dim", "verify", "plan", "rates",
+        "params",
     ]  # fmt: skip
     assert str(inspect.signature(sw.call_for_per_sample_grads)).startswith(
         "(module: torch.nn.modules.module.Module, *, batch_size: int | None = None, loss_reduction: str = 'sum', "

@@ -101,6 +101,15 @@ def test_other_lengths_get_another_plan():
     assert routes == ["gram", "build"]
 
 
+@pytest.mark.parametrize("memory", [1e6, 1e12])
+def test_a_step_plans_by_the_rates_that_it_is_given(memory):
+    plans, model, x = [], nn.Linear(16, 16, bias=False), torch.randn(3, 64, 16)
+    rates, loss = Rates(small=1e9, large=1e9, memory=memory), lambda model, x: model(x).square().sum((1, 2))
+    sw.per_sample_step(model, loss, lambda grads: plans.append(grads.plan()), rates=rates)(x)
+    assert plans == [run_capture(model, loss, x, rates=rates).plan()]
+    assert plans != [run_capture(model, loss, x).plan()]
+
+
 def test_the_plan_prints_what_it_weighed():
     model = nn.Linear(16, 8)
     x = torch.randn(3, 64, 16)

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 from samplewise.compiled import Compiled
 from samplewise.losses import LossFn
 from samplewise.opening import capture
+from samplewise.plan import Rates
 from samplewise.queries import Grads
 from samplewise.trace import Record
 
@@ -33,6 +34,7 @@ def per_sample_step(
     batch_dim: int = 0,
     verify: bool = True,
     plan: Mapping[str, str] | None = None,
+    rates: Rates | None = None,
     params: Iterable[str] | None = None,
 ) -> Callable[..., StepResult]:
     """step(*batch) → (loss, answer): forward, backward and one query about the gradients of every sample.
@@ -52,11 +54,11 @@ def per_sample_step(
     step is compiled anew where they changed. A step whose course depends on the values of the batch is refused. Where values turn out
     to need care (a sample that is not finite, positions that cancel), the batch is taken op by op; `step.num_graphs`,
     `step.num_op_by_op` and `step.why_op_by_op` tell how many graphs were compiled, how many batches went the long way and why.
-    `memory`, `batch_dim`, `verify`, `plan`, `params`: as in `capture`; a compiled step gives other parameters no gradient.
+    `memory`, `batch_dim`, `verify`, `plan`, `rates`, `params`: as in `capture`; a compiled step gives other parameters no gradient.
     """
 
     options = {"memory": memory, "loss_reduction": loss_reduction, "batch_dim": batch_dim, "verify": verify, "plan": plan}
-    return step_with(lambda grads: None, model, loss_fn, query, compile=compile, params=params, **options)
+    return step_with(lambda grads: None, model, loss_fn, query, compile=compile, params=params, rates=rates, **options)
 
 
 def step_with(
