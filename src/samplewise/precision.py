@@ -1,4 +1,6 @@
-"""In which precision sums are accumulated."""
+"""In which precision sums are accumulated, and to which torch rounds."""
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -34,3 +36,16 @@ def kept_dtype(t: Tensor) -> torch.dtype:
     Norms are then those of the rounded gradients, which the sums are made of.
     """
     return t.dtype if t.is_cuda and t.dtype == torch.bfloat16 else wide_dtype(t)
+
+
+def rounded_kinds(tensors: Iterable[Tensor]) -> set[str]:
+    """Which of "matmul", "conv" and "rnn" may round the float32 numbers that they take on these tensors' devices.
+
+    TF32 keeps 11 bits, bfloat16 8. torch's default is TF32 for convolutions and recurrent layers on CUDA.
+    """
+    kinds = set()
+    for device in {t.device.type for t in tensors}:
+        products, layers = (torch.backends.mkldnn,) * 2 if device == "cpu" else (torch.backends.cuda, torch.backends.cudnn)
+        settings = {"matmul": products.matmul, "conv": layers.conv, "rnn": layers.rnn}
+        kinds |= {kind for kind, setting in settings.items() if setting.fp32_precision in ("tf32", "bf16")}
+    return kinds

@@ -9,12 +9,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samplewise.errors import SamplesMixError, SamplewiseError
 from samplewise.losses import LossFn
+from samplewise.precision import rounded_kinds
 from samplewise.queries import Grads
 from samplewise.step import per_sample_step
 from samplewise.still import Still, attributes_put_back, same_randomness
 from samplewise.unwatched import unwatched
 from samplewise.verification.alone import gradients_put_back
-from samplewise.verification.comparing import tolerance
+from samplewise.verification.comparing import HALF, tolerance
 
 NUM_AGAIN = 3
 """How often a batch is run again to see whether it is random: a toss of a coin may fall alike for all samples, once."""
@@ -41,7 +42,9 @@ def refuse_dependence(
         return
     fewer = tree_map_only(Tensor, lambda t: t.narrow(dim, 1, t.shape[dim] - 1) if t.ndim > dim else t, batch)
     step = per_sample_step(model, loss_fn, _norms_and_dots, params=params, verify=False, **options)
-    allowed = max(tolerance(p.dtype) for p in model.parameters())
+    by_dtype = max(tolerance(p.dtype) for p in model.parameters())
+    # what is rounded here and there hardly changes a norm
+    allowed = torch.tensor([by_dtype, max(by_dtype, HALF) if rounded_kinds(model.parameters()) else by_dtype])
 
     def found(rows: tuple, seed: int) -> Tensor:
         random = same_randomness(model, seed=seed)
@@ -86,9 +89,10 @@ def _words(found_2: Tensor) -> str:
     return f"norm {found_2[0]:.6g} ({found_2[1]:.6g} along a direction)"
 
 
-def _first_off(found_B2: Tensor, others_B2: Tensor, allowed: float) -> int | None:
-    """The first sample whose gradient is another; None if there is none. Those that are not finite are not compared."""
+def _first_off(found_B2: Tensor, others_B2: Tensor, allowed_2: Tensor) -> int | None:
+    """The first sample whose gradient is another, None if there is none; those that are not finite are not compared."""
     norms_B = torch.maximum(found_B2[:, 0], others_B2[:, 0])
-    off = (found_B2 - others_B2).abs() > allowed * (norms_B + 0.01 * found_B2[:, 0].max())[:, None]
+    scale_B = norms_B + 0.01 * found_B2[:, 0].max()
+    off = (found_B2 - others_B2).abs() > scale_B[:, None] * allowed_2.to(scale_B.device)
     off = (off & found_B2.isfinite() & others_B2.isfinite()).any(1)
     return int(off.nonzero()[0]) if bool(off.any()) else None

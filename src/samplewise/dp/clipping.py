@@ -9,6 +9,7 @@ from torch import Tensor
 
 from samplewise.choice import Groups, grouped
 from samplewise.parameter import kept
+from samplewise.precision import rounded_kinds
 from samplewise.queries import Grads
 
 WHOLE = ""
@@ -122,10 +123,6 @@ def _margin(grads: Grads) -> float:
     """By how much norms of these gradients may be too small."""
     dtypes = {note.dtype for notes in grads.notes.values() for note in notes}
     dtypes |= {p.dtype for p in grads.parameters.values()}
-    if dtypes & set(HALF) or (_rounds_products() and any(p.is_cuda for p in grads.parameters.values())):
+    if dtypes & set(HALF) or rounded_kinds(grads.parameters.values()):
         return COARSE_MARGIN
     return max(MARGIN.get(dtype.to_real(), MARGIN[torch.float32]) for dtype in dtypes)
-
-
-def _rounds_products() -> bool:
-    return bool(torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)

@@ -1,11 +1,14 @@
 """How far outputs and gradients of the batch are from those of samples alone."""
 
 import math
+from collections.abc import Iterable, Iterator
 from functools import reduce
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
+from samplewise.precision import rounded_kinds
 from samplewise.queries import Grads
 from samplewise.verification.alone import gradients_of
 from samplewise.verification.outputs import Loss, Output, term_of
@@ -14,7 +17,7 @@ from samplewise.verification.table import Verification, row_of
 TOLERANCE = {torch.float64: 1e-6, torch.complex128: 1e-6, torch.float32: 1e-2, torch.complex64: 1e-2}
 """How far a gradient may be from truth, relative to its norm. A wrong rule is off by more."""
 HALF = 0.2
-"""The same for half precision."""
+"""The same for half precision, and where torch rounds float32 to TF32 (11 bits, as float16 has) or bfloat16."""
 HALF_SUMS = 0.75
 """For gradients in half precision, where it is truth that is off: torch's own sum over 70,000 rows loses half of it. Samples
 mistaken for one another are still off by more."""
@@ -24,7 +27,8 @@ def compared(
     grads: Grads, outputs: list[Output | Loss | None], alone: dict[int, list[Tensor]], module: nn.Module
 ) -> Verification:
     """The worst of all samples that were run alone, for each parameter; where outputs differ, gradients are not looked at."""
-    allowed = max(map(tolerance, _dtypes(grads, outputs)))
+    rounds = bool(rounded_kinds(grads.parameters.values()) & _kinds(grads, [t for theirs in alone.values() for t in theirs]))
+    allowed = max(HALF if rounds else 0.0, *map(tolerance, _dtypes(grads, outputs)))
     errors: dict[str, tuple[float, bool]] = dict.fromkeys(grads, (0.0, True))
     output_error = 0.0
     for b, theirs in alone.items():
@@ -98,6 +102,24 @@ def _dtypes(grads: Grads, outputs: list[Output | Loss | None]) -> set[torch.dtyp
     """The dtypes that gradients passed through: the coarsest sets how well they can agree."""
     used = {note.dtype for notes in grads.notes.values() for note in notes}
     return used | {output.whole.dtype for output in outputs if output} | {p.dtype for p in grads.parameters.values()}
+
+
+def _kinds(grads: Grads, outputs: Iterable[Tensor]) -> set[str]:
+    """Which of "matmul", "conv" and "rnn" the outputs came about by; "matmul" is taken for granted."""
+    names = {note.op for notes in grads.notes.values() for note in notes} | {node.name() for node in _nodes(outputs)}
+    parts = {"conv": ("conv", "Conv"), "rnn": ("Rnn", "recurrence")}
+    return {"matmul"} | {kind for kind in parts if any(part in name for part in parts[kind] for name in names)}
+
+
+def _nodes(outputs: Iterable[Tensor]) -> Iterator[Node]:
+    """The nodes of autograd's graph behind the outputs."""
+    todo, seen = [t.grad_fn for t in outputs], set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            todo += [node for node, _ in node.next_functions]
 
 
 def tolerance(dtype: torch.dtype) -> float:
