@@ -143,6 +143,18 @@ def test_a_tied_table_is_not_built_to_be_compared():
     assert relative_error(K.diagonal(), grads.sq_norms().double()) < 1e-5  # float32, summed in another order
 
 
+def test_a_tied_table_is_not_built_beside_the_gradients_of_its_head():
+    model = Fn(lambda s, i: F.linear(s.l(s.e(i)).tanh(), s.e.weight), e=nn.Embedding(50, 30), l=nn.Linear(30, 30)).double()
+    i = torch.tensor([[1, 2, 1], [4, 4, 4], [0, 49, 7], [1, 2, 3]])
+    loss_fn = lambda model, i: model(i).logsumexp(-1).sum(1)
+    grads = run_capture(model, loss_fn, i, plan={"e.weight": "build"})
+    largest = []
+    with LargestResult(largest):
+        norms = grads["e.weight"].norms()
+    assert max(largest) < 4 * 50 * 30
+    assert relative_error(norms, oracle(model, loss_fn, i)["e.weight"].flatten(1).norm(dim=1)) < 1e-9
+
+
 class LargestResult(torch.utils._python_dispatch.TorchDispatchMode):
     """Notes how many elements each op's result has."""
 

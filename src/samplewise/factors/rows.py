@@ -42,9 +42,14 @@ class Rows(Factor):
         return g.new_zeros(self.shape).index_add_(0, self.ids.flatten(), g.flatten(0, 1))
 
     def inner(self, other: Factor) -> Tensor:
-        """With an Outer of the same table (a tied output head): Re sum_{s,t} conj<z_s[ids_t] ⊗ a_s, g_t>, no table built."""
+        """With a tied output head H, no table built: Re sum_t <H[ids_t], g_t>; H is there, or an Outer, sum_s z_s ⊗ a_s."""
+        from samplewise.factors.dense import Dense
         from samplewise.factors.outer import Outer
 
+        if isinstance(other, Dense):
+            looked_up = other.G.gather(1, self.ids.unsqueeze(2).expand(self.g.shape))
+            product = wide(looked_up).conj() * wide(self.g)
+            return (product.real if product.is_complex() else product).sum((1, 2))
         table = (0, 1) if isinstance(other, Outer) and other.shape == other.sizes else None
         if not isinstance(other, Outer) or other.order != table or other.a.shape[2] != 1:
             return super().inner(other)
