@@ -1,11 +1,16 @@
-"""What the compiler is told of a graph changes where results lie, and no number."""
+"""What the compiler is told of a graph changes where and how long results lie in memory, and no number."""
+
+import re
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import samplewise as sw
 import samplewise.hints as hints
 
 WIDE = 512
@@ -98,3 +103,23 @@ def test_what_is_written_to_is_not_kept():
     graph, num_kept = hinted(run, *tensors)
     assert num_kept == 0
     torch.testing.assert_close(graph(*tensors), run(*tensors))
+
+
+def test_gradients_are_built_as_backward_passes():
+    """Put off until norms are asked for, they would keep every activation and every gradient of one till then."""
+    config = LlamaConfig(
+        vocab_size=17, hidden_size=64, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        max_position_embeddings=12, tie_word_embeddings=True, use_cache=False,
+    )  # fmt: skip
+    loss_fn = lambda model, ids: model(ids).logits.square().sum((1, 2))
+    query = lambda grads: grads.clipped_sum(max_norm=1.0)
+    step = sw.per_sample_step(LlamaForCausalLM(config), loss_fn, query, compile=True, plan={"*": "build"}, verify=False)
+    uncached = torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False)
+    with uncached[0], uncached[1]:
+        _, (code,) = run_and_get_code(step, torch.randint(17, (4, 12)))
+    products = re.findall(r"extern_kernels\.(b?mm)\(", code)
+    assert (products.count("mm"), products.count("bmm")) == (
+        17,
+        8,
+    )  # 8 layers: forward, back, gradients; and one clipped sum
+    assert "bmm" in products[:10], products

@@ -249,11 +249,15 @@ class Compiled:
             return _as_written(graph.forward)
         tensors = [t for t in tree_flatten(batch)[0] if isinstance(t, Tensor)]
         unsized = any(node.target is UNSIZED for node in graph.graph.nodes)
-        settings: dict[str, Any] = {"size_asserts": False} if unsized else {}
+        # the compiler would put a product off until it is read: gradients are built as backward passes, and read after it, so that
+        # all that they are built from would be kept till then
+        settings: dict[str, Any] = {"reorder_for_locality": False}
+        if unsized:
+            settings["size_asserts"] = False
         computed = [node for node in graph.graph.nodes if node.op == "call_function"]
         if any(t.is_cpu for node in computed for t in values_of(node)):
             settings["cpp.simdlen"] = _vector_bits()
-        options: Any = {"fullgraph": True, "options": settings or None}
+        options: Any = {"fullgraph": True, "options": settings}
         if is_fixed:
             compiled = _as_written(torch.compile(hinted(graph).forward, dynamic=False, **options))
             return compiled if writes else self._recorder.recorded(compiled, graph, tensors)
