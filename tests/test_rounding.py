@@ -69,7 +69,7 @@ def test_a_frozen_convolution_behind_the_trained_layer_counts():
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_what_depends_on_the_batch_is_refused_all_the_same(kind, layer):
-    model = Coarse(LAYERS[layer], factor=1.5)
+    model = Coarse(LAYERS[layer], factor=3.0)
     with pytest.raises(sw.SamplewiseError, match="alone"), sw.capture(model, batch_size=3):
         model(torch.randn(3, 4, 4)).sum().backward()
 

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
+from samplewise.writes import is_view_op, root_of, written_in
+
 LARGE = 1 << 20
 """Bytes; smaller results are not worth a thought."""
 FAR = 100
@@ -54,9 +56,9 @@ def keep_sums(graph: Graph) -> None:
     21 for a Llama of 1B parameters at B4 T2048. A sum that takes more than its terms (the logits in float32) is not kept.
     """
     order = {node: k for k, node in enumerate(graph.nodes)}
-    written = _written(graph)
+    written = written_in(graph)
     for node in list(graph.nodes):
-        if not _is_elementwise(node) or _num_bytes(node) < LARGE or _memory_of(node) in written:
+        if not _is_elementwise(node) or _num_bytes(node) < LARGE or root_of(node) in written:
             continue
         uses = _uses(node, order)
         if max(uses) - min(uses) < FAR:
@@ -76,11 +78,11 @@ def merge_masks(graph: Graph) -> None:
     Each would be kept for backward, 0.5 GiB for a Llama of 1B parameters at B4 T2048. What follows from parameters, or from data that
     are no integers, is left alone: a checkpoint computes it again in order not to keep it.
     """
-    written = _written(graph)
+    written = written_in(graph)
     first: dict[Any, Node] = {}
     known: set[Node] = set()
     for node in list(graph.nodes):
-        if _memory_of(node) in written or not known.issuperset(node.all_input_nodes):
+        if root_of(node) in written or not known.issuperset(node.all_input_nodes):
             continue
         if node.op == "placeholder" and _is_of_integers(node):
             known.add(node)
@@ -106,10 +108,6 @@ def _is_elementwise(node: Node) -> bool:
     return node.op == "call_function" and _kind(node.target) == "elementwise"
 
 
-def _is_in_place(node: Node) -> bool:
-    return node.op == "call_function" and _kind(node.target) == "in place"
-
-
 def _is_view(node: Node) -> bool:
     return node.op == "call_function" and _kind(node.target) == "view"
 
@@ -117,11 +115,9 @@ def _is_view(node: Node) -> bool:
 @cache
 def _kind(op: Any) -> str:
     schema = getattr(op, "_schema", None)
-    if schema is None:
+    if schema is None or schema.is_mutable:
         return "other"
-    if schema.is_mutable:
-        return "in place"
-    if any(r.alias_info is not None for r in schema.returns):
+    if is_view_op(op):
         return "view"
     return "elementwise" if torch.Tag.pointwise in op.tags or op is torch.ops.aten._to_copy.default else "other"
 
@@ -150,18 +146,6 @@ def _comparable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(map(_comparable, value))
     return (type(value), repr(value)) if isinstance(value, int | float | complex) else value
-
-
-def _memory_of(node: Node) -> Node:
-    """The node whose result this is a view of, or is written to."""
-    while (_is_view(node) or _is_in_place(node)) and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node
-
-
-def _written(graph: Graph) -> set[Node]:
-    """The nodes whose results are written to by others."""
-    return {_memory_of(node) for node in graph.nodes if _is_in_place(node)}
 
 
 def _sources(node: Node) -> set[Node]:

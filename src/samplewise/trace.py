@@ -6,12 +6,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import attrgetter, getitem
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -25,6 +24,7 @@ from samplewise.draws import Draws
 from samplewise.errors import SamplewiseError
 from samplewise.still import attributes_put_back
 from samplewise.tracing import collecting, is_tracing
+from samplewise.writes import root_of, written_in
 
 
 @dataclass
@@ -101,8 +101,7 @@ class Trace:
     @cached_property
     def _written(self) -> list[Node]:
         """What the graph changes and did not make."""
-        roots = dict.fromkeys(_root(t) for node in self.graph.graph.nodes for t in _written(node))
-        return [node for node in roots if node.op != "call_function"]
+        return [node for node in written_in(self.graph.graph) if node.op != "call_function"]
 
     @property
     def writes(self) -> bool:
@@ -151,7 +150,7 @@ class Unread(TorchDispatchMode):
 
     def check(self, graph: Graph) -> None:
         """Raises if there are tensors with no number of which the graph calculates: code caught an error, and went on without."""
-        used = {_root(node.args[0]) for node in graph.nodes if _gives_number(node.target) and node.users}
+        used = {root_of(node.args[0]) for node in graph.nodes if _gives_number(node.target) and node.users}
         if len(used) < len({t.untyped_storage()._cdata for t in self.read}):
             raise _reads(self.read[-1])
 
@@ -200,28 +199,6 @@ def _is_same_view(node: Any) -> bool:
         return False
     source, out = (n.meta.get("val") for n in (node.args[0], node))
     return isinstance(source, Tensor) and isinstance(out, Tensor) and source.shape == out.shape
-
-
-def _written(node: Node) -> list[Node]:
-    """The arguments that an op writes to."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    given = {spec.name: a for spec, a in zip(schema.arguments, node.args, strict=False)} | node.kwargs
-    written = [given.get(spec.name) for spec in schema.arguments if spec.is_write]
-    return [n for n in tree_leaves(written) if isinstance(n, Node)]
-
-
-def _root(node: Any) -> Node:
-    """What the tensor is a view of."""
-    while node.op == "call_function" and (node.target is getitem or _is_view_op(node.target)):
-        node = node.args[0]
-    return node
-
-
-def _is_view_op(op: Any) -> bool:
-    returns = op._schema.returns if isinstance(op, OpOverload) else ()
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def _first_line(error: Exception) -> str:
