@@ -44,12 +44,16 @@ class Coarse(nn.Module):
         return out.flatten(1) * (self.factor if len(x) > 1 else 1.0)
 
 
-LAYERS = {"matmul": nn.Linear(4, 4), "conv": nn.Conv1d(4, 4, 2), "rnn": nn.RNN(4, 4, batch_first=True)}
+LAYERS = {
+    "matmul": lambda: nn.Linear(4, 4),
+    "conv": lambda: nn.Conv1d(4, 4, 2),
+    "rnn": lambda: nn.RNN(4, 4, batch_first=True),
+}
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_only_what_the_model_does_is_let_off(kind, layer):
-    model, x = Coarse(LAYERS[layer]), torch.randn(3, 4, 4)
+    model, x = Coarse(LAYERS[layer]()), torch.randn(3, 4, 4)
     capture = sw.capture(model, batch_size=3)
     if kind in (layer, "matmul"):  # any model may have products
         with capture as grads:
@@ -69,7 +73,7 @@ def test_a_frozen_convolution_behind_the_trained_layer_counts():
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_what_depends_on_the_batch_is_refused_all_the_same(kind, layer):
-    model = Coarse(LAYERS[layer], factor=3.0)
+    model = Coarse(LAYERS[layer](), factor=3.0)
     with pytest.raises(sw.SamplewiseError, match="alone"), sw.capture(model, batch_size=3):
         model(torch.randn(3, 4, 4)).sum().backward()
 
