@@ -1,6 +1,7 @@
 """Products of float32 that torch rounds to TF32 or bfloat16 by its settings: what agrees but for that is not refused."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,10 +103,18 @@ def test_norms_are_taken_for_larger_where_products_are_rounded(kind):
     assert torch.allclose(total, expected, rtol=MARGIN[torch.float32])
 
 
+@pytest.mark.parametrize("layer", LAYERS)
+def test_float64_is_never_rounded(kind, layer):
+    model = Coarse(LAYERS[layer]()).double()
+    with pytest.raises(sw.SamplewiseError, match="alone"), sw.capture(model, batch_size=3):
+        model(torch.randn(3, 4, 4).double()).sum().backward()
+
+
 def test_torchs_settings_of_both_kinds_are_read():
     """torch refuses to read `allow_tf32` once `fp32_precision` was set."""
-    elsewhere = [torch.empty(0, device="meta")]
-    assert rounded_kinds(elsewhere) == {"conv", "rnn"}, "torch's default on CUDA"
+    on = lambda device: [SimpleNamespace(device=torch.device(device))]
+    assert rounded_kinds(on("cuda"), [torch.float32]) == {"conv", "rnn"}, "torch's default"
     with set_to(torch.backends.cuda.matmul, "tf32"), set_to(torch.backends.cudnn.conv, "ieee"):
-        assert rounded_kinds(elsewhere) == {"matmul", "rnn"}
-        assert rounded_kinds([torch.empty(0)]) == set()
+        assert rounded_kinds(on("cuda"), [torch.complex64]) == {"matmul", "rnn"}
+        for device, dtype in (("cpu", torch.float32), ("mps", torch.float32), ("cuda", torch.float64)):
+            assert rounded_kinds(on(device), [dtype]) == set()

@@ -1,6 +1,6 @@
 """In which precision sums are accumulated, and to which torch rounds."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -38,14 +38,17 @@ def kept_dtype(t: Tensor) -> torch.dtype:
     return t.dtype if t.is_cuda and t.dtype == torch.bfloat16 else wide_dtype(t)
 
 
-def rounded_kinds(tensors: Iterable[Tensor]) -> set[str]:
-    """Which of "matmul", "conv" and "rnn" may round the float32 numbers that they take on these tensors' devices.
+def rounded_kinds(tensors: Iterable[Tensor], dtypes: Collection[torch.dtype]) -> set[str]:
+    """Which of "matmul", "conv" and "rnn" may round the float32 numbers that they take on these tensors' devices, if of `dtypes`.
 
     TF32 keeps 11 bits, bfloat16 8. torch's default is TF32 for convolutions and recurrent layers on CUDA.
     """
     kinds = set()
-    for device in {t.device.type for t in tensors}:
-        products, layers = (torch.backends.mkldnn,) * 2 if device == "cpu" else (torch.backends.cuda, torch.backends.cudnn)
+    if torch.float32 not in dtypes and torch.complex64 not in dtypes:
+        return kinds
+    backends = torch.backends
+    of_device = {"cpu": (backends.mkldnn, backends.mkldnn), "cuda": (backends.cuda, backends.cudnn)}
+    for products, layers in (of_device[device] for device in {t.device.type for t in tensors} & of_device.keys()):
         settings = {"matmul": products.matmul, "conv": layers.conv, "rnn": layers.rnn}
         kinds |= {kind for kind, setting in settings.items() if setting.fp32_precision in ("tf32", "bf16")}
     return kinds

@@ -42,9 +42,11 @@ def refuse_dependence(
         return
     fewer = tree_map_only(Tensor, lambda t: t.narrow(dim, 1, t.shape[dim] - 1) if t.ndim > dim else t, batch)
     step = per_sample_step(model, loss_fn, _norms_and_dots, params=params, verify=False, **options)
-    by_dtype = max(tolerance(p.dtype) for p in model.parameters())
+    parameters = list(model.parameters())
+    by_dtype = max(tolerance(p.dtype) for p in parameters)
+    rounds = rounded_kinds(parameters, {p.dtype for p in parameters})
     # what is rounded here and there hardly changes a norm
-    allowed = torch.tensor([by_dtype, max(by_dtype, HALF) if rounded_kinds(model.parameters()) else by_dtype])
+    allowed = torch.tensor([by_dtype, max(by_dtype, HALF) if rounds else by_dtype])
 
     def found(rows: tuple, seed: int) -> Tensor:
         random = same_randomness(model, seed=seed)

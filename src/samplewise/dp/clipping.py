@@ -123,6 +123,6 @@ def _margin(grads: Grads) -> float:
     """By how much norms of these gradients may be too small."""
     dtypes = {note.dtype for notes in grads.notes.values() for note in notes}
     dtypes |= {p.dtype for p in grads.parameters.values()}
-    if dtypes & set(HALF) or rounded_kinds(grads.parameters.values()):
+    if dtypes & set(HALF) or rounded_kinds(grads.parameters.values(), dtypes):
         return COARSE_MARGIN
     return max(MARGIN.get(dtype.to_real(), MARGIN[torch.float32]) for dtype in dtypes)

@@ -27,8 +27,10 @@ def compared(
     grads: Grads, outputs: list[Output | Loss | None], alone: dict[int, list[Tensor]], module: nn.Module
 ) -> Verification:
     """The worst of all samples that were run alone, for each parameter; where outputs differ, gradients are not looked at."""
-    rounds = bool(rounded_kinds(grads.parameters.values()) & _kinds(grads, [t for theirs in alone.values() for t in theirs]))
-    allowed = max(HALF if rounds else 0.0, *map(tolerance, _dtypes(grads, outputs)))
+    dtypes = _dtypes(grads, outputs)
+    rounded = rounded_kinds(grads.parameters.values(), dtypes)
+    rounds = rounded and rounded & _kinds(grads, [t for theirs in alone.values() for t in theirs])
+    allowed = max(HALF if rounds else 0.0, *map(tolerance, dtypes))
     errors: dict[str, tuple[float, bool]] = dict.fromkeys(grads, (0.0, True))
     output_error = 0.0
     for b, theirs in alone.items():
