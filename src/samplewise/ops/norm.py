@@ -105,33 +105,36 @@ def group_norm(
         return NotImplemented
     if input.shape[1] % num_groups or not input.numel():
         return NotImplemented  # torch's own words for it
-    y, mean, rstd = torch.native_group_norm(
-        input.contiguous(),
-        input.new_ones(input.shape[1]) if weight is None and bias is not None else meeting.plain(weight),
-        meeting.plain(bias),
-        input.shape[0],
-        input.shape[1],
-        math.prod(input.shape[2:]),
-        num_groups,
-        eps,
-    )
+    y, mean, rstd = meeting.run(_with_group_statistics)
+
+    def centred_sum(x: Tensor, g: Tensor, mean: Tensor) -> Tensor:
+        """[N, C]: (x - mean) · g summed over space."""
+        centred = wide(x).reshape(len(x), num_groups, -1) - mean.unsqueeze(2)
+        return centred.reshape(len(x), x.shape[1], -1).mul_(g.reshape(*g.shape[:2], -1)).sum(2)
 
     def scale(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Dense:
-        x, g = x.reshape(*x.shape[:2], -1), g.reshape(*g.shape[:2], -1)
         # A few images at a time: on the CPU, memory that is mapped anew for all of them costs more than the arithmetic.
-        step = max(1, CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"]) // (4 * max(1, x[0].numel())))
-        step = max(1, len(x)) if is_tracing() else step
-        parts = []
-        for x_n, g_n, mean_n in zip(x.split(step), g.split(step), mean.split(step), strict=True):
-            centred = wide(x_n).reshape(len(x_n), num_groups, -1) - mean_n.unsqueeze(2)
-            parts.append(centred.reshape(x_n.shape).mul_(g_n).sum(2))
+        step = max(1, CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"]) // (4 * math.prod(x.shape[1:])))
+        if is_tracing() or step >= len(x):
+            summed = centred_sum(x, g, mean)
+        else:
+            summed = torch.cat(list(map(centred_sum, x.split(step), g.split(step), mean.split(step))))
         # rstd is one number a group, so it can wait until space is summed over
-        summed = torch.cat(parts).reshape(*mean.shape, -1) * rstd.unsqueeze(2)
+        summed = summed.reshape(*mean.shape, -1) * rstd.unsqueeze(2)
         return Dense(images(summed.reshape(x.shape[:2])).sum(1))
 
-    meeting.use(weight, scale, keep=(input, mean.detach(), rstd.detach()))
+    meeting.use(weight, scale, keep=(input, mean, rstd))
     meeting.use(bias, lambda g: per_channel(g, images))
     return y
+
+
+def _with_group_statistics(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(group_norm, mean, rstd)."""
+    N, C, *space = input.shape
+    weight = input.new_ones(C) if weight is None and bias is not None else weight
+    return torch.native_group_norm(input.contiguous(), weight, bias, N, C, math.prod(space), num_groups, eps)
 
 
 @rule(F.instance_norm)
