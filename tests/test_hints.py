@@ -170,6 +170,22 @@ def test_what_is_written_to_in_between_is_not_merged(name):
     torch.testing.assert_close(hinted(run, *tensors)[0](*tensors), run(*tensors))
 
 
+@torch.library.custom_op("test_hints::noise", mutates_args=())
+def noise(ids: Tensor) -> Tensor:
+    return torch.rand(ids.shape)
+
+
+@noise.register_fake
+def _(ids: Tensor) -> Tensor:
+    return torch.empty(ids.shape)
+
+
+def test_ops_of_others_are_not_merged():
+    """One that draws need not say so."""
+    graph, _ = hinted(lambda ids, x: (noise(ids) * x, noise(ids) * x), torch.arange(6), torch.ones(6))
+    assert not torch.equal(*graph(torch.arange(6), torch.ones(6)))
+
+
 def test_results_of_the_step_stay_two():
     graph, _ = hinted(lambda ids: (ids + 1, ids + 1, (ids + 1).view(2, 3)), torch.arange(6))
     one, two, three = graph(torch.arange(6))

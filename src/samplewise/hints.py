@@ -129,9 +129,10 @@ def _is_of_integers(node: Node) -> bool:
 
 @cache
 def _is_pure(op: Any) -> bool:
-    """Whether the op gives the same for the same, and writes to nothing."""
-    is_random = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
-    return isinstance(op, OpOverload) and not op._schema.is_mutable and not is_random
+    """Whether the op gives the same for the same, and writes to nothing; of others' ops nobody knows."""
+    if not isinstance(op, OpOverload) or op.namespace != "aten":
+        return False
+    return not op._schema.is_mutable and torch.Tag.nondeterministic_seeded not in op.tags
 
 
 def _is_given(node: Node) -> bool:
