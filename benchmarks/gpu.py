@@ -5,8 +5,8 @@ python benchmarks/gpu.py --rows llama --dtypes bf16 --methods plain samplewise -
 python benchmarks/gpu.py --tiny --out DIR             tiny models on the CPU, to try the way
 
 Each method runs in a process of its own. Several get ready side by side (imports, checks, compilation, warming up); one that is
-ready is timed at once, while all others are stopped. What stands in the JSON already is not measured again, so that several runs on
-one machine make one table.
+ready is timed at once, while all others are stopped. Rows of a dtype of which all methods stand in the JSON already are not measured
+again, so that several runs on one machine make one table; the others are measured whole, since only one run's times are compared.
 """
 
 import argparse
