@@ -12,7 +12,8 @@ from torch import nn
 import samplewise as sw
 from samplewise.errors import SamplewiseError
 from samplewise.factors import base
-from samplewise.testing import oracle, relative_error, run_capture
+from samplewise.ops import norm
+from samplewise.testing import oracle, relative_error, relative_errors, run_capture
 
 B = 4
 TOLERANCE = 1e-9  # float64
@@ -170,6 +171,15 @@ class LargestResult(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 # --- scale, chunks, small batches, bad samples, rounding ---
+
+
+@pytest.mark.parametrize("limit", [1, 200, 1 << 20])
+def test_group_norms_a_few_images_at_a_time(limit, monkeypatch):
+    monkeypatch.setattr(norm, "CHUNK_BYTES", {"cpu": limit, "cuda": limit})
+    model, x = nn.GroupNorm(2, 4).double(), data(5, 4, 3)
+    loss_fn = lambda model, x: model(x).sin().sum((1, 2))
+    grads = run_capture(model, loss_fn, x)
+    assert max(relative_errors(grads.materialize(), oracle(model, loss_fn, x)).values()) < 1e-9
 
 
 def everything(grads):
