@@ -200,3 +200,73 @@ def test_patterns_match_a_tied_parameter_by_any_of_its_names():
     assert set(sw.capture(model, exclude=["b.weight"]).parameters) == {"a.bias", "b.bias"}
     assert sw.capture(model)._aliases == {**{name: name for name in every}, "b.weight": "a.weight"}
     assert list(sw.capture(model).parameters) == [name for name, _ in model.named_parameters()]
+
+
+def _into_constant(s, x):
+    filled = torch.zeros(x.shape, dtype=x.dtype)
+    filled += s.a(x)
+    return s.b(filled)
+
+
+def _twice(s, x):
+    y = s.a(x)
+    y += y.tanh()
+    return s.b(y)
+
+
+def _through_a_view(s, x):
+    y = s.a(x) + 0
+    y[:, :2].mul_(2.0)
+    y.mT[3:].add_(x.mT[:2])
+    return s.b(y)
+
+
+def _with_a_weight(s, x):
+    y = s.a(x) * 1
+    y += s.w
+    y.mul_(s.w)
+    return s.b(y)
+
+
+IN_PLACE = [
+    lambda s, x: s.b(s.a(x).relu_()),
+    lambda s, x: s.b(s.a(x).mul_(s.c).add_(x, alpha=3).clamp_(-1.0, 1.0)),
+    lambda s, x: s.b(torch.nn.init.zeros_(s.a(x) * 1).add_(x * 2).requires_grad_()) + s.a(x),
+    _into_constant,
+    _twice,
+    _through_a_view,
+    _with_a_weight,
+]
+
+
+@pytest.mark.parametrize("function", IN_PLACE)
+def test_ops_in_place(function):
+    torch.manual_seed(0)
+    model = Fn(function, a=nn.Linear(D, D), b=nn.Linear(D, D), w=nn.Parameter(torch.randn(D))).double()
+    model.register_buffer("c", torch.randn(D).double())
+    for _ in range(3):
+        assert_right(model, torch.randn(B, D).double())
+
+
+def test_an_op_in_place_that_mixes_samples_is_refused_each_time():
+    model, x = Fn(lambda s, x: s.b(s.a(x).add_(x.flip(0))), a=nn.Linear(D, D), b=nn.Linear(D, D)), torch.randn(B, D)
+    for _ in range(3):
+        with pytest.raises(SamplesMixError):
+            run_capture(model, rows, x, verify=False)
+
+
+def test_ops_in_place_need_not_be_understood_again(monkeypatch):
+    model = Fn(lambda s, x: s.b(F.relu(s.a(x).mul_(2.0), inplace=True)), a=nn.Linear(D, D), b=nn.Linear(D, D)).double()
+    model.a.register_forward_hook(lambda module, args, y: y.add_(1.0))
+    assert_right(model, torch.randn(B, D).double())
+    assert_right(model, torch.randn(B, D).double())
+    names, understood = [], Intercept._understood
+
+    def noted(self, kind, *rest):
+        names.append(kind.name)
+        return understood(self, kind, *rest)
+
+    monkeypatch.setattr(Intercept, "_understood", noted)
+    assert_right(model, torch.randn(B, D).double())
+    assert names
+    assert not {"relu", "mul", "add"} & set(names)

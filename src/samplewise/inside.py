@@ -12,8 +12,8 @@ ENGINE = {torch.autograd.backward, torch.autograd.grad}
 """Entered again inside themselves, by reentrant checkpoints."""
 
 
-ONE_OP = {F.dropout: 3, F.relu: 1, F.silu: 1, torch.Tensor.split: None, torch.functional.split: None}
-"""Functions that are one op of their own name, and where they take the word `inplace`: without it, they are that op."""
+ONE_OP = {F.dropout, F.relu, F.silu, torch.Tensor.split, torch.functional.split}
+"""Functions that are one op of their own name, or the same op in place, which leaves the samples where they are."""
 
 
 class Insides:
@@ -26,7 +26,7 @@ class Insides:
     def run(self, mode: TorchFunctionMode, func: Callable, args: tuple, kwargs: dict) -> Any:
         """The function's result; NotImplemented if it is an op."""
         inside = without_override(func)
-        if inside is None or func in self._open or is_one_op(func, args, kwargs):
+        if inside is None or func in self._open or func in ONE_OP:
             return NotImplemented
         if func not in ENGINE:
             self._open.append(func)
@@ -36,12 +36,6 @@ class Insides:
         finally:
             if func not in ENGINE:
                 self._open.pop()
-
-
-def is_one_op(func: Callable, args: tuple, kwargs: dict) -> bool:
-    """Whether the call is that of an op of the function's name, not in place."""
-    place = ONE_OP.get(func, 0)
-    return place is None or (place > 0 and not kwargs.get("inplace") and not any(args[place : place + 1]))
 
 
 INSIDE: dict[Callable, Callable | None] = {}

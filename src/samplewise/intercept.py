@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 import samplewise.ops  # noqa: F401  (registers the rules)
 from samplewise.alike import Alike
 from samplewise.backwards import follow, followed_hook
-from samplewise.flow.call import Call, tensors_in
+from samplewise.flow.call import Call, is_in_place, tensors_in
 from samplewise.flow.handlers import moves
 from samplewise.flow.memory import key_of
 from samplewise.flow.names import CLASS_LOSSES, ELEMENTWISE, LOSSES, SCALING
@@ -194,7 +194,7 @@ class Intercept(TorchFunctionMode):
     def _simple(self, kind: Kind, func: Callable, args: tuple, kwargs: dict, look: Look, key: Any) -> Any:
         """Runs an op on data, captured parameters and known constants; NotImplemented if more must be known to understand it."""
         if look.weights:
-            if func not in RULES or func in EXPANSIONS or func in FOREIGN:
+            if func not in RULES or func in EXPANSIONS or func in FOREIGN or is_in_place(func):
                 return NotImplemented
             if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
                 return NotImplemented

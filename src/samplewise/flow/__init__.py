@@ -20,7 +20,7 @@ from samplewise.flow.moves import indexed_along
 from samplewise.flow.probe import probed
 from samplewise.flow.routing import DISCRETE
 from samplewise.fold import NO_SAMPLE
-from samplewise.samples import Layout, Lost, Mark, Mixed, one_each
+from samplewise.samples import Layout, Lost, Mark, Mixed, one_each, same_ids
 from samplewise.tracing import untraced
 
 
@@ -38,7 +38,7 @@ def flow(call: Call, key: Any = None) -> Mark | Several | None:
     if known is not None and known.shapes == shapes:
         return known.mark
     mark = _found(call)
-    if isinstance(mark, Lost) or call.was_tried:
+    if isinstance(mark, Lost) or call.was_tried or (is_in_place(call.func) and not _stays(call, mark)):
         return mark
     if isinstance(mark, Several):
         mark = Several([one_each(each) if isinstance(each, Layout) else each for each in mark])
@@ -58,6 +58,14 @@ def _key(call: Call) -> Any:
     if handler in (indexed, indexed_along) and len(tensors_in((*call.args, *call.kwargs.values()))) > 1:
         return None  # where an index puts rows is in its values
     return key_of(call.func, call.args, call.kwargs, lambda t: marks.get(id(t)))
+
+
+def _stays(call: Call, mark: Mark | Several | None) -> bool:
+    """Whether an op in place left the samples of its first argument where they were, so that no other tensor is concerned."""
+    before = next((mark for t, mark in call.marks if t is call.args[0]), None) if call.args else None
+    if not isinstance(mark, Layout) or not isinstance(before, Layout):
+        return False
+    return mark.discrete == before.discrete and same_ids(mark, before)
 
 
 def _found(call: Call) -> Mark | Several | None:
