@@ -10,7 +10,7 @@ from torch import nn
 import samplewise as sw
 from samplewise.dp.alone import refuse_dependence
 from samplewise.dp.clipping import COARSE_MARGIN, MARGIN, clipped
-from samplewise.precision import rounded_kinds
+from samplewise.precision import rounded_kinds, scaled
 
 SETTINGS = {"matmul": torch.backends.mkldnn.matmul, "conv": torch.backends.mkldnn.conv, "rnn": torch.backends.mkldnn.rnn}
 
@@ -118,3 +118,13 @@ def test_torchs_settings_of_both_kinds_are_read():
         assert rounded_kinds(on("cuda"), [torch.complex64]) == {"matmul", "rnn"}
         for device, dtype in (("cpu", torch.float32), ("mps", torch.float32), ("cuda", torch.float64)):
             assert rounded_kinds(on(device), [dtype]) == set()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64])
+def test_scaling_rounds_once(dtype):
+    t = torch.randn(3, 4, 5).to(dtype)
+    w = torch.rand(3, 1, 1, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    for each in (t, t.mT, t[:, ::2], t[:, :1].expand(3, 4, 5)):
+        got = scaled(each, w)
+        assert got.dtype == dtype
+        assert torch.equal(got, (each * w).to(dtype))

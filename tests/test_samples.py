@@ -8,6 +8,7 @@ from torch import nn
 
 import samplewise as sw
 from samplewise import SamplesMixError, UnattributedError
+from samplewise.fold import Fold
 from samplewise.testing import oracle, relative_error
 
 
@@ -57,6 +58,14 @@ def packed_attention():
         return s.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
 
     return Fn(forward, qkv=nn.Linear(5, 24), out=nn.Linear(8, 3)).double()
+
+
+@pytest.mark.parametrize(("ids", "num_samples"), [([0, 1, 2], 3), ([0, 0, 1], 2), ([1, 0, 2], 3), ([0], 1)])
+def test_rows_of_a_sample_are_added_up(ids, num_samples):
+    t, totals = torch.arange(6.0).reshape(3, 2), torch.zeros(num_samples, 2)
+    for row, sample in zip(t, ids * 3 if len(ids) == 1 else ids, strict=True):
+        totals[sample] += row
+    assert torch.equal(Fold(torch.tensor(ids), num_samples).total(t), totals)
 
 
 def test_packed_sequences_behind_a_block_mask():

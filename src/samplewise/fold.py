@@ -72,6 +72,11 @@ class Fold:
         out[sample, slot] = rows[order]
         return out
 
+    def total(self, t: Tensor) -> Tensor:
+        """`t` as [B, *features], the positions of each sample added up."""
+        is_one_each = self.axis == 0 and self.ids.ndim == 1 and t.shape[0] == self.num_samples
+        return t if is_one_each else self(t).sum(1)
+
     @untraced
     def _slots(self, lead: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor, int]:
         """Row `order[i]` goes to position `slot[i]` of sample `sample[i]`; rows of no sample are left out."""

@@ -5,6 +5,8 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor
 
+from samplewise.tracing import is_tracing
+
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -16,6 +18,13 @@ def wide(t: Tensor) -> Tensor:
 def wide_dtype(t: Tensor) -> torch.dtype:
     """The dtype of `wide(t)`."""
     return torch.float32 if t.dtype in HALF else t.dtype
+
+
+def scaled(t: Tensor, w: Tensor) -> Tensor:
+    """t * w in t's dtype, rounded once: w is of the dtype of `wide(t)`, or real where t is complex."""
+    if t.dtype not in HALF or is_tracing():
+        return (t * w).to(t.dtype)
+    return torch.mul(t, w, out=torch.empty_like(t))  # one pass where `to` would make two
 
 
 def wide_product(x: Tensor, y: Tensor) -> Tensor:

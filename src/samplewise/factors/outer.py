@@ -10,7 +10,7 @@ from torch import Tensor
 from samplewise.factors.base import Factor, Hasty, arrange, fitting, mended, sq_lengths, squares
 from samplewise.fused import direct_sq_norms, gram_sq_norms, has_kernel
 from samplewise.plan import TILE, Use, norm_route, use_of
-from samplewise.precision import HALF, kept_dtype, wide, wide_dtype, wide_product
+from samplewise.precision import HALF, kept_dtype, scaled, wide, wide_dtype, wide_product
 from samplewise.tracing import is_tracing
 
 
@@ -109,7 +109,7 @@ class Outer(Factor):
             return self._simple_weighted_sum(w_B, rounded=rounded)
         a, g = (self.a, self.g) if self.g.is_cuda else (wide(self.a), wide(self.g))
         w = w_B.to(wide_dtype(g).to_real()).reshape(-1, 1, 1, 1)
-        a, g = ((a * w).to(a.dtype), g) if a.shape[-1] < g.shape[-1] else (a, (g * w).to(g.dtype))
+        a, g = (scaled(a, w), g) if a.shape[-1] < g.shape[-1] else (a, scaled(g, w))
         if g.stride(0) < g.stride(1):  # sequence first, as in recurrent layers: the product need not copy it
             a, g = a.transpose(0, 1), g.transpose(0, 1)
         rows_a, rows_g = a.flatten(0, 1).transpose(0, 1).conj(), g.flatten(0, 1).transpose(0, 1)  # [G, BT, ·]
@@ -127,9 +127,9 @@ class Outer(Factor):
         (B, T, _, I), O = a.shape, g.shape[-1]
         w = w_B.to(torch.float32 if is_half else g.dtype).view(B, 1, 1, 1)
         if I < O:
-            a = (a * w).to(a.dtype) if is_half else a * w
+            a = scaled(a, w)
         else:
-            g = (g * w).to(g.dtype) if is_half else g * w
+            g = scaled(g, w)
         left, right = (a.view(B * T, I), g.view(B * T, O)) if self.is_turned else (g.view(B * T, O), a.view(B * T, I))
         if rounded or not is_half:
             return torch.mm(left.t(), right)

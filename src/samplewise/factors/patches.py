@@ -10,8 +10,8 @@ from torch import Tensor
 from samplewise.factors.base import Factor, Hasty, flat, mended
 from samplewise.factors.outer import Outer
 from samplewise.fused import conv_gram_sq_norms, conv_per_sample, conv_sq_norms, has_kernel
-from samplewise.plan import Use, norm_route
-from samplewise.precision import kept_dtype, wide, wide_dtype
+from samplewise.plan import Use, norm_route, use_of
+from samplewise.precision import kept_dtype, scaled, wide, wide_dtype
 
 MANY_OUTPUTS = 128
 """From here on gradients are built quicker by gathered patches: 87 µs in place of 204 for 32×32 outputs (64 to 64 channels, 256
@@ -41,6 +41,7 @@ class Patches(Factor):
         self.x, self.g, self.geometry = x_BRC.to(g_BRO.dtype), g_BRO, geometry
         self.num_samples = x_BRC.shape[0]
         self.shape = (g_BRO.shape[2], x_BRC.shape[2] // geometry.groups, *geometry.kernel)
+        self._use: Use | None = None
 
     def materialize(self) -> Tensor:
         if self._has_kernel() and self.g.shape[3:].numel() >= MANY_OUTPUTS:
@@ -51,12 +52,17 @@ class Patches(Factor):
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
     def use(self) -> Use:
+        if self._use is None:
+            self._use = self._found_use()
+        return self._use
+
+    def _found_use(self) -> Use:
         O, I, *kernel = self.shape
         T, groups = self.g.shape[1] * self.g.shape[3:].numel(), self.geometry.groups
         held = sum(t.numel() * t.element_size() for t in self.tensors())
         I *= torch.Size(kernel).numel()
         sizes = (self.num_samples, T, groups, I, O // groups, self.g.element_size(), kept_dtype(self.g).itemsize, held)
-        return Use(*sizes, is_patched=True, gathers=self._has_kernel())
+        return use_of(*sizes, is_patched=True, gathers=self._has_kernel())
 
     def select(self, samples: Tensor | slice) -> "Patches":
         return Patches(self.x[samples], self.g[samples], self.geometry)
@@ -89,7 +95,7 @@ class Patches(Factor):
             if self.g.is_cuda and rounded
             else (wide(self.g), lambda x: wide(x).flatten(0, 1))
         )
-        g = (g * w_B.reshape(-1, *[1] * (g.ndim - 1)).to(wide_dtype(g))).to(g.dtype).flatten(0, 1)
+        g = scaled(g, w_B.reshape(-1, *[1] * (g.ndim - 1)).to(wide_dtype(g))).flatten(0, 1)
         return self._weight_gradient(form, g, self.shape, self.geometry.groups)
 
     def materialize_wide(self) -> Tensor:

@@ -109,7 +109,7 @@ def group_norm(
 
     def centred_sum(x: Tensor, g: Tensor, mean: Tensor) -> Tensor:
         """[N, C]: (x - mean) · g summed over space."""
-        centred = wide(x).reshape(len(x), num_groups, -1) - mean.unsqueeze(2)
+        centred = x.reshape(len(x), num_groups, -1) - wide(mean).unsqueeze(2)  # in mean's dtype: no copy of x in float32
         return centred.reshape(len(x), x.shape[1], -1).mul_(g.reshape(*g.shape[:2], -1)).sum(2)
 
     def scale(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Dense:
@@ -121,7 +121,7 @@ def group_norm(
             summed = torch.cat(list(map(centred_sum, x.split(step), g.split(step), mean.split(step))))
         # rstd is one number a group, so it can wait until space is summed over
         summed = summed.reshape(*mean.shape, -1) * rstd.unsqueeze(2)
-        return Dense(images(summed.reshape(x.shape[:2])).sum(1))
+        return Dense(images.total(summed.reshape(x.shape[:2])))
 
     meeting.use(weight, scale, keep=(input, mean, rstd))
     meeting.use(bias, lambda g: per_channel(g, images))
@@ -232,4 +232,4 @@ def prelu(meeting: Meeting, input: Tensor, weight: Tensor) -> Any:
 
 def per_channel(t: Tensor, images: Fold) -> Dense:
     """t [N, C, *spatial] summed over space and over the images of a sample."""
-    return Dense(images(t.reshape(*t.shape[:2], -1).sum(2, dtype=wide_dtype(t))).sum(1))
+    return Dense(images.total(t.reshape(*t.shape[:2], -1).sum(2, dtype=wide_dtype(t))))
