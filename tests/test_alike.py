@@ -7,7 +7,7 @@ from cases import Fn
 from torch import nn
 
 import samplewise as sw
-from samplewise.errors import SamplesMixError
+from samplewise.errors import SamplesMixError, UnattributedError
 from samplewise.factors import stacked
 from samplewise.factors.base import mended
 from samplewise.factors.outer import Outer
@@ -270,3 +270,17 @@ def test_ops_in_place_need_not_be_understood_again(monkeypatch):
     assert_right(model, torch.randn(B, D).double())
     assert names
     assert not {"relu", "mul", "add"} & set(names)
+
+
+@pytest.mark.parametrize("write", [torch.Tensor.add_, torch.Tensor.copy_, torch.Tensor.__iadd__])
+def test_data_written_into_a_constant_that_an_older_view_shows_is_refused_each_time(write):
+    def through_the_view(s, x):
+        filled = torch.zeros(B, D)
+        view = filled[:, :]
+        write(filled, x)
+        return s.b(view * s.a(x))
+
+    model, x = Fn(through_the_view, a=nn.Linear(D, D), b=nn.Linear(D, D)), torch.randn(B, D)
+    for _ in range(3):
+        with pytest.raises(UnattributedError, match="memory that it shares"):
+            run_capture(model, rows, x, verify=False)
