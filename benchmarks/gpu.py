@@ -6,7 +6,8 @@ python benchmarks/gpu.py --tiny --out DIR             tiny models on the CPU, to
 
 Each method runs in a process of its own. Several get ready side by side (imports, checks, compilation, warming up); one that is
 ready is timed at once, while all others are stopped. Rows of a dtype of which all methods stand in the JSON already are not measured
-again, so that several runs on one machine make one table; the others are measured whole, since only one run's times are compared.
+again, so that several runs on one machine make one table; the others are measured whole, since only one run's times are compared,
+and what an earlier run has of such a row stands until the new one has as much.
 """
 
 import argparse
@@ -51,7 +52,8 @@ def main() -> None:
     run = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} {driver}".strip()
     units = [(row, dtype) for dtype in options.dtypes for row in options.rows]
     units = [unit for unit in units if any((*unit, method) not in results.facts for method in options.methods)]
-    jobs = [Job(*unit, method) for method in (TRUTH, *options.methods) for unit in units]  # large rows beside small ones
+    asked = lambda unit, method: method in (TRUTH, *options.methods) or (*unit, method) in results.facts
+    jobs = [Job(*unit, m) for m in (TRUTH, *METHODS) for unit in units if asked(unit, m)]  # large rows beside small ones
     jobs.sort(key=lambda job: (options.dtypes.index(job.dtype), job.first))
     with tempfile.TemporaryDirectory() as folder:
         how = (options, Path(folder), until, results.check, rates_alone(options))

@@ -5,7 +5,7 @@ import json
 import os
 import platform
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ class Results:
     path: Path
     machine: dict[str, str]
     facts: dict[Key, dict[str, Any]]
+    anew: dict[Key, dict[str, Any]] = field(default_factory=dict)
+    """Of rows that an earlier run has measured in part, until this one has all of that."""
 
     @classmethod
     def at(cls, path: Path, machine: dict[str, str]) -> "Results":
@@ -71,8 +73,12 @@ class Results:
 
     def add(self, key: Key, facts: dict[str, Any]) -> None:
         row, dtype, method = key
-        self.facts[key] = {"row": row, "dtype": dtype, "method": method, **facts}
-        self.write()
+        self.anew[key] = {"row": row, "dtype": dtype, "method": method, **facts}
+        of_row = {k: f for k, f in self.anew.items() if k[:2] == key[:2]}
+        if all(k in of_row or f["run"] == facts["run"] for k, f in self.facts.items() if k[:2] == key[:2]):
+            self.facts |= of_row
+            self.anew = {k: f for k, f in self.anew.items() if k not in of_row}
+            self.write()
 
     def write(self) -> None:
         text = {"machine": self.machine, "results": list(self.facts.values())}

@@ -75,6 +75,25 @@ def test_what_takes_too_long_is_ended_and_listed(tmp_path):
     assert "plain eager | fails: took longer than 0 s" in (tmp_path / "gpu-tiny.md").read_text()
 
 
+def test_a_row_keeps_an_earlier_run_until_a_later_one_has_as_much(tmp_path):
+    from gpu_results import Results
+
+    results = Results(tmp_path / "some.json", {"device": "none, tiny", "commit": "0"}, {})
+    times = {"p20": 1.0, "p50": 1.0, "p80": 1.0, "peak_gib": None}
+    for method in ("plain eager", "plain compiled"):
+        results.add(("lstm", "bf16", method), {**times, "run": "first"})
+    later = Results.read(results.path)
+    held = lambda: {key[2]: facts["run"] for key, facts in Results.read(results.path).facts.items()}
+    for method, runs in (
+        ("vmap(grad), gradients", {"plain eager": "first", "plain compiled": "first"}),
+        ("plain eager", {"plain eager": "first", "plain compiled": "first"}),
+        ("plain compiled", dict.fromkeys(["plain eager", "plain compiled", "vmap(grad), gradients"], "second")),
+        ("vmap(grad), clipped sum", dict.fromkeys([*held(), "vmap(grad), gradients", "vmap(grad), clipped sum"], "second")),
+    ):
+        later.add(("lstm", "bf16", method), {**times, "run": "second"})
+        assert held() == runs
+
+
 def test_a_wrong_peer_is_called_wrong(tmp_path):
     from gpu_plot import bars, draw
     from gpu_results import Results, markdown
