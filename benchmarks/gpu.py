@@ -4,14 +4,13 @@ python benchmarks/gpu.py --out DIR                    everything; adds to DIR/gp
 python benchmarks/gpu.py --rows llama --dtypes bf16 --methods plain samplewise --budget 500
 python benchmarks/gpu.py --tiny --out DIR             tiny models on the CPU, to try the way
 
-Each method runs in a process of its own. Several get ready side by side (imports, checks, compilation, warming up); one that is
-ready is timed at once, while all others are stopped. Rows of a dtype of which all methods stand in the JSON already are not measured
-again, so that several runs on one machine make one table; the others are measured whole, since only one run's times are compared,
-and what an earlier run has of such a row stands until the new one has as much.
+Each method runs in a process of its own, forked off one that has imported and done nothing else. Several get ready side by side
+(checks, compilation, warming up); one that is ready is timed at once, while all others are stopped. Rows of a dtype of which all
+methods stand in the JSON already are not measured again, so that several runs on one machine make one table; the others are measured
+whole, since only one run's times are compared, and what an earlier run has of such a row stands until the new one has as much.
 """
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -21,12 +20,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpu_jobs import Job, measure, rates_alone
+from gpu_jobs import Job, import_once, measure, rates_alone
 from gpu_methods import METHODS
 from gpu_models import ROWS
 from gpu_results import Results, device_name, machine
 from gpu_worker import DTYPES, TRUTH, print_rates
-from gpu_worker import main as work
 
 HERE = Path(__file__).parent
 PEERS = HERE.parent / ".peers"
@@ -36,9 +34,6 @@ PEERS = HERE.parent / ".peers"
 def main() -> None:
     sys.path.append(str(PEERS))
     options = parsed()
-    if options.worker:
-        work(*json.loads(options.worker))
-        return
     if options.print_rates:
         print_rates(options.print_rates, options.dtypes)
         return
@@ -55,10 +50,13 @@ def main() -> None:
     asked = lambda unit, method: method in (TRUTH, *options.methods) or (*unit, method) in results.facts
     jobs = [Job(*unit, m) for m in (TRUTH, *METHODS) for unit in units if asked(unit, m)]  # large rows beside small ones
     jobs.sort(key=lambda job: (options.dtypes.index(job.dtype), job.first))
+    import_once(options.rows)
     with tempfile.TemporaryDirectory() as folder:
         how = (options, Path(folder), until, results.check, rates_alone(options))
-        for job in report(measure(jobs, *how), results, run):
-            report(measure([job], *how), results, run)
+        for is_heavy in (False, True):
+            side_by_side = [job for job in jobs if job.is_heavy == is_heavy]
+            for job in report(measure(side_by_side, *how), results, run):
+                report(measure([job], *how), results, run)
     print(results.path.with_suffix(".md").read_text())
 
 
@@ -91,7 +89,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--commit", help="what the results are of, where there is no repository to ask")
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--print-rates", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.methods = [m for m in METHODS if any(m.startswith(asked) for asked in options.methods)]

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import math
+import multiprocessing
 import os
 import queue
 import signal
@@ -11,15 +12,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gpu_methods import METHODS
 from gpu_models import ROWS
-from gpu_worker import SAYS, TRUTH
+from gpu_worker import TRUTH, Given, work
 
+PROCESSES = multiprocessing.get_context("forkserver")
+"""Imports once what every worker needs; a worker is forked off it, where nothing has run and no device was touched yet."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+"""Of workers: many run side by side."""
 HERE = Path(__file__).parent
 SPARE_GIB = 8
 """Contexts of processes, and what a reckoning of memory may be off by."""
@@ -44,6 +49,7 @@ class Job:
     others: bool = True
     """Whether other jobs get ready beside it."""
     process: Any = None
+    connection: Any = None
     log: Path = Path(os.devnull)
     deadline: float = 0.0
     limit: float = 0.0
@@ -59,9 +65,19 @@ class Job:
         return 0 if self.method == TRUTH else 1 if METHODS[self.method].compiled else 2
 
     @property
+    def gib(self) -> float:
+        """What an eager step of its row takes."""
+        return ROWS[self.row].gib * (2 if self.dtype == "fp32" else 1)
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether smaller jobs, side by side with it, would keep it waiting for memory and then wait for it."""
+        return self.gib > MOST_GIB / 2
+
+    @property
     def most_gib(self) -> float:
         """What it takes while it runs."""
-        gib = ROWS[self.row].gib * (2 if self.dtype == "fp32" else 1)
+        gib = self.gib
         if self.method == TRUTH:
             return gib
         method = METHODS[self.method]
@@ -77,28 +93,21 @@ class Job:
         small_error: float | None,
         rates: dict[str, Any],
     ) -> None:
-        threads = max(1, (os.cpu_count() or 1) // max(1, num_compiled))
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]),
-            "TORCHINDUCTOR_COMPILE_THREADS": str(min(threads, 8)),
-            "OMP_NUM_THREADS": "1",
-            "TRANSFORMERS_VERBOSITY": "error",
-        }
-        given = [*self.key, options.tiny, options.seconds, str(truth_path(folder, self)), small_error, rates[self.dtype]]
+        num_threads = min(8, max(1, (os.cpu_count() or 1) // max(1, num_compiled)))
         self.log = folder / f"{self.row}-{self.dtype}-{self.method.replace(' ', '_')}.log"
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "gpu.py"), "--worker", json.dumps(given)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log.open("w"), text=True,
-            env=environment, start_new_session=True,
-        )  # fmt: skip
+        self.log.touch()
+        how = (options.tiny, options.seconds, truth_path(folder, self), small_error, rates[self.dtype], num_threads)
+        self.connection, other_end = PROCESSES.Pipe()
+        self.process = PROCESSES.Process(target=work, args=(Given(*self.key, *how, self.log), other_end), daemon=True)
+        self.process.start()
+        other_end.close()
         self.wait(options.limit)
         threading.Thread(target=self.listen, args=(heard,), daemon=True).start()
 
     def listen(self, heard: queue.Queue) -> None:
-        for line in self.process.stdout:
-            if line.startswith(SAYS):
-                heard.put((self, json.loads(line[len(SAYS) :])))
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            while True:
+                heard.put((self, self.connection.recv()))
         heard.put((self, {"state": "ended"}))
 
     def wait(self, limit: float) -> None:
@@ -107,8 +116,7 @@ class Job:
     def tell(self, word: str, limit: float) -> None:
         self.wait(limit)
         with contextlib.suppress(BrokenPipeError):  # it ended; the reader says so
-            self.process.stdin.write(word + "\n")
-            self.process.stdin.flush()
+            self.connection.send(word)
 
     def stop(self) -> None:
         """Lets the process and what it started stand still."""
@@ -129,10 +137,11 @@ class Job:
         """Ends the process and what it started (its compiler's processes); it takes a while until it `is_gone`."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()  # in case that it leads no group yet
 
     def is_gone(self) -> bool:
         """Whether the device is free of it."""
-        return self.process.poll() is not None
+        return not self.process.is_alive()
 
     def take(self, message: dict[str, Any]) -> None:
         """Goes on to what the process said it is."""
@@ -141,10 +150,17 @@ class Job:
             return
         if state == "ended":
             last = (self.log.read_text(errors="replace").splitlines() or [""])[-1]
-            self.fail(f"the process ended with code {self.process.wait()}: {last}"[:300])
+            self.process.join()
+            self.fail(f"the process ended with code {self.process.exitcode}: {last}"[:300])
         else:
             fails_the_check = state == "failed" and self.state == "started" and not message.get("out_of_memory")
             self.state, self.facts = state, {**message, "in_check": True} if fails_the_check else message or self.facts
+
+
+def import_once(rows: Iterable[str]) -> None:
+    """Lets the server of workers import what these rows need; before the first is started."""
+    os.environ |= {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}
+    PROCESSES.set_forkserver_preload(["gpu_worker", "samplewise.testing", *{ROWS[row].library for row in rows}])
 
 
 def truth_path(folder: Path, job: Job) -> Path:

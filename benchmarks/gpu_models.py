@@ -29,6 +29,8 @@ class Row:
     """What differs from it where numbers are compared with the oracle: the widths stay, depth and positions shrink."""
     tiny: Sizes
     """What differs from it where only the way is tried, on a CPU."""
+    library: str
+    """Where the model is from."""
     gib: float
     """GiB, about what an eager step takes on the device in bfloat16; float32 takes twice that."""
     changes: tuple[Callable[[Any], str], ...] = ()
@@ -216,26 +218,28 @@ LLAMA = {"B": 4, "T": 2048, "layers": 16, "width": 2048, "vocabulary": 128256}
 SMALL_TEXT = {"B": 3, "T": 32, "layers": 2, "vocabulary": 4096}
 TINY_TEXT = {"B": 3, "T": 7, "layers": 1, "width": 32, "vocabulary": 64}
 
+HF_GPT2, HF_LLAMA, HF_VIT = (f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "vit"))
+
 ROWS = {
     row.name: row
     for row in (
         Row("gpt2-256", "GPT-2 small B16 T256", gpt2, tokens, next_token_loss, {"B": 16, "T": 256, **GPT2},
-            SMALL_TEXT, TINY_TEXT, 7, (positions_of_each_sample,), untied),
+            SMALL_TEXT, TINY_TEXT, HF_GPT2, 7, (positions_of_each_sample,), untied),
         Row("gpt2-1024", "GPT-2 small B8 T1024", gpt2, tokens, next_token_loss, {"B": 8, "T": 1024, **GPT2},
-            SMALL_TEXT, TINY_TEXT, 12, (positions_of_each_sample,), untied),
+            SMALL_TEXT, TINY_TEXT, HF_GPT2, 12, (positions_of_each_sample,), untied),
         Row("llama", "Llama-1B shape B4 T2048", llama, tokens, next_token_loss, LLAMA,
-            {**SMALL_TEXT, "width": 1024}, TINY_TEXT, 40, (), untied),
+            {**SMALL_TEXT, "width": 1024}, TINY_TEXT, HF_LLAMA, 40, (), untied),
         Row("llama-lora", "Llama-1B shape, LoRA r16, B4 T2048", llama_lora, tokens, next_token_loss, {**LLAMA, "rank": 16},
-            {**SMALL_TEXT, "width": 1024}, {**TINY_TEXT, "rank": 4}, 39),
+            {**SMALL_TEXT, "width": 1024}, {**TINY_TEXT, "rank": 4}, "peft", 39),
         Row("vit", "ViT-B/16 B64", vit, images, class_loss, {"B": 64, "size": 224, "layers": 12, "width": 768, "classes": 1000},
-            {"B": 3, "size": 64, "layers": 2}, {"B": 3, "size": 32, "layers": 1, "width": 32, "classes": 10}, 12),
+            {"B": 3, "size": 64, "layers": 2}, {"B": 3, "size": 32, "layers": 1, "width": 32, "classes": 10}, HF_VIT, 12),
         Row("resnet18", "ResNet-18/GN 32×32 B256", resnet18, images, class_loss,
             {"B": 256, "size": 32, "blocks": 2, "classes": 10}, {"B": 3, "blocks": 1},
-            {"B": 3, "size": 8, "blocks": 1}, 7, (nothing_in_place,)),
+            {"B": 3, "size": 8, "blocks": 1}, "torchvision", 7, (nothing_in_place,)),
         Row("resnet50", "ResNet-50/GN 224×224 B32", resnet50, images, class_loss,
             {"B": 32, "size": 224, "blocks": 6, "classes": 1000}, {"B": 3, "size": 96, "blocks": 1},
-            {"B": 3, "size": 32, "blocks": 1, "classes": 10}, 5, (nothing_in_place,)),
+            {"B": 3, "size": 32, "blocks": 1, "classes": 10}, "torchvision", 5, (nothing_in_place,)),
         Row("lstm", "LSTM language model B32 T128", RecurrentModel, tokens, next_token_loss,
-            {"B": 32, "T": 128, "width": 1024, "vocabulary": 10000}, {"B": 3, "T": 16}, TINY_TEXT, 3, (opacus_lstm,)),
+            {"B": 32, "T": 128, "width": 1024, "vocabulary": 10000}, {"B": 3, "T": 16}, TINY_TEXT, "torch", 3, (opacus_lstm,)),
     )
 }  # fmt: skip

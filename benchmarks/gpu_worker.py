@@ -1,6 +1,6 @@
 """One method on one row in this process: its numbers are checked, it warms up, waits for its turn, and is timed alone.
 
-It speaks with `gpu.py` in lines: it says "checked" and waits for "warm", says "ready" and waits for "go", says "timed"; or "failed".
+It speaks with `gpu_jobs.py`: it says "checked" and waits for "warm", says "ready" and waits for "go", says "timed"; or "failed".
 """
 
 import contextlib
@@ -10,16 +10,18 @@ import json
 import math
 import os
 import statistics
-import sys
 import threading
 import time
 import traceback
 import warnings
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
+import torch._inductor.config
 from gpu_floor import floor, layers_of, measured_rates
 from gpu_methods import (
     MAX_NORM,
@@ -38,45 +40,82 @@ from torch import Tensor, nn
 
 from samplewise import plan
 
-SAYS = "@@"
-"""Begins each line that is for the parent."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TRUTH = "truth"
 """The process of each row that is no method: it runs one backward a sample in float32, and measures the device's rates."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What a worker is told as it starts."""
+
+    row: str
+    dtype: str
+    method: str
+    tiny: bool
+    seconds: float
+    truth: Path
+    small_error: float | None
+    """The error on a few samples, if another dtype's process has found it."""
+    rates: dict[str, float]
+    """What samplewise plans by: `print_rates`."""
+    num_threads: int
+    """Of the compiler."""
+    log: Path
+    """Where all that it prints goes."""
+
+
+class Parent:
+    """Who started this process."""
+
+    connection: Connection
+
+
 def say(state: str, **facts: Any) -> None:
-    print(SAYS + json.dumps({"state": state, **facts}), flush=True)
+    Parent.connection.send({"state": state, **facts})
 
 
 def hear(word: str) -> None:
     """Waits for the parent's word; ends if the parent is gone."""
-    if sys.stdin.readline().strip() != word:
+    try:
+        heard = Parent.connection.recv()
+    except EOFError:
+        heard = None
+    if heard != word:
         os._exit(1)
 
 
-def main(
-    row: str, dtype: str, method: str, tiny: bool, seconds: float, truth: str, known: float | None, rates: dict[str, float]
-) -> None:
-    """Runs a job; `known` is the error on a few samples, if another dtype's process has found it; `rates`: `print_rates`."""
+def work(given: Given, connection: Connection) -> None:
+    """Runs a job: the whole life of a process, which leads a group of its own with those that it starts."""
+    os.setsid()
+    with given.log.open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    Parent.connection = connection
+    torch._inductor.config.compile_threads = given.num_threads
+    run(given)
+    os._exit(0)  # without waiting for the device's context to be taken apart in order
+
+
+def run(given: Given) -> None:
     warnings.filterwarnings("ignore")
-    device = "cpu" if tiny else "cuda"
-    Samplewise.rates = plan.Rates(**rates)
-    given = (ROWS[row], dtype, device, Path(truth))
+    device = "cpu" if given.tiny else "cuda"
+    Samplewise.rates = plan.Rates(**given.rates)
+    row = (ROWS[given.row], given.dtype, device, given.truth)
     try:
-        time_alone = prepare_truth(*given) if method == TRUTH else prepare(*given, METHODS[method], known)
+        time_alone = (
+            prepare_truth(*row) if given.method == TRUTH else prepare(*row, METHODS[given.method], given.small_error)
+        )
         release(device)
         say("ready")
         hear("go")
         begin = time.time()
-        facts = time_alone(seconds)
+        facts = time_alone(given.seconds)
         say("timed", **facts, turn=[begin, time.time()])
     except BaseException as error:
         traceback.print_exc()  # before it is said, for then this process is ended
-        sys.stderr.flush()
         text = next((line for line in str(error).splitlines() if line.strip()), "").strip()
         say("failed", failed=f"{type(error).__name__}: {text}"[:300], out_of_memory=out_of_memory(error))
-    os._exit(0)  # without waiting for the device's context to be taken apart in order
 
 
 def out_of_memory(error: BaseException) -> bool:

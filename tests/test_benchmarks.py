@@ -70,7 +70,7 @@ def test_what_fails_in_its_check_is_not_run_again(tmp_path):
 
 
 def test_what_takes_too_long_is_ended_and_listed(tmp_path):
-    done = run_tiny(tmp_path, "--methods", "plain eager", "--limit", "0.1")
+    done = run_tiny(tmp_path, "--methods", "plain eager", "--limit", "0")
     assert done.returncode == 0, done.stderr
     assert "plain eager | fails: took longer than 0 s" in (tmp_path / "gpu-tiny.md").read_text()
 
