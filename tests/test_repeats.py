@@ -275,12 +275,12 @@ def test_small_gradients_together():
     )
     torch.testing.assert_close(sum(group.sq_norms() for group in groups), truth)
     w, keep = torch.randn(2), torch.tensor([3, 1])
-    for group in groups:
-        for name, total in group.weighted_sums(w, keep).items():
-            expected = torch.tensordot(
-                w.to(G[name].dtype if G[name].is_complex() else torch.float32), G[name][keep].to(total), dims=1
-            )
-            torch.testing.assert_close(total, expected)
+    wide = {name: torch.cfloat if t.is_complex() else torch.float32 for name, t in G.items()}
+    half = {name: torch.cfloat if t.is_complex() else torch.bfloat16 for name, t in G.items()}
+    for dtypes in (wide, half, wide | {"b": torch.bfloat16}):
+        for name, total in {name: t for group in groups for name, t in group.weighted_sums(w, keep, dtypes).items()}.items():
+            expected = torch.tensordot(w.to(wide[name]), G[name][keep].to(wide[name]), dims=1)
+            torch.testing.assert_close(total, expected.to(dtypes[name]))
             assert total.untyped_storage().nbytes() == total.nbytes  # nothing hangs on it
 
 

@@ -1,6 +1,6 @@
 """The plan of one capture: which route each use takes, within the memory that the capture may take."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import reduce
@@ -11,6 +11,7 @@ from torch import Tensor
 from samplewise.factors import stacked, together
 from samplewise.factors.base import Factor, mended
 from samplewise.plan import ROUTES, Choice, Rates, Use, choose, measured_rates, num_bytes
+from samplewise.precision import HALF
 from samplewise.tracing import is_tracing
 
 
@@ -64,13 +65,13 @@ class Planner:
         return [*(part.sq_norms() for part in small), *added, *norms[len(stacks) :]]
 
     def weighted_sums(
-        self, factors: Mapping[str, Factor], w_B: Tensor, keep: Tensor | None, *, rounded: Collection[str] = ()
+        self, factors: Mapping[str, Factor], w_B: Tensor, keep: Tensor | None, dtypes: Mapping[str, torch.dtype]
     ) -> dict[str, Tensor]:
-        """{name: sum_b w[b] G[b]} of the samples `keep`, or all, for which w holds the weights; these may be `rounded`."""
+        """{name: sum_b w[b] G[b]} of the samples `keep`, or all, for which w holds the weights; each in its dtype."""
         small, others = together.small(factors) if self.memory is None else ([], dict(factors))
         sums: dict[str, Tensor] = {}
         for part in small:
-            sums |= part.weighted_sums(*_there(w_B, keep, part.device))
+            sums |= part.weighted_sums(*_there(w_B, keep, part.device), dtypes)
         there: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
         for name, factor in others.items():
             device = factor.tensors()[0].device
@@ -78,7 +79,7 @@ class Planner:
                 there[device] = _there(w_B, keep, device)
             w, samples = there[device]
             factor = factor if samples is None else factor.select(samples)
-            sums[name] = self.weighted_sum(factor, w, rounded=name in rounded)
+            sums[name] = self.weighted_sum(factor, w, rounded=dtypes[name] in HALF).to(dtypes[name])
         return {name: sums[name] for name in factors}
 
     def weighted_sum(self, factor: Factor, w_B: Tensor, *, rounded: bool = False) -> Tensor:

@@ -13,7 +13,6 @@ from samplewise.errors import SamplewiseError
 from samplewise.factors.base import squares
 from samplewise.held import Held
 from samplewise.parameter import kept, runs
-from samplewise.precision import HALF
 from samplewise.projections import Projector, projector_of
 from samplewise.samples import Layout
 from samplewise.second import SecondPass
@@ -111,9 +110,7 @@ class Grads(Held, Answers[dict[str, Tensor]]):
         if len(w) == 0:
             return {name: torch.zeros_like(self.parameters[name]) for name in self}
         dtypes = {name: self.parameters[name].dtype for name in self}
-        half = {name for name, dtype in dtypes.items() if dtype in HALF}
-        sums = self._planner.weighted_sums(self._all_joined(), w * self._factor_scale, keep, rounded=half)
-        return {name: total if total.dtype == dtypes[name] else total.to(dtypes[name]) for name, total in sums.items()}
+        return self._planner.weighted_sums(self._all_joined(), w * self._factor_scale, keep, dtypes)
 
     def clipped_sum(self, *, max_norm: float | Mapping[str, float], groups: Groups | None = None) -> dict[str, Tensor]:
         """{name: sum_b min(1, max_norm / ‖G[b]‖) G[b]}, each like its parameter.

@@ -28,14 +28,14 @@ class Together:
         """n with n[b] = sum |G[b]|², shape [B]."""
         return sq_lengths(self._G_BN)
 
-    def weighted_sums(self, w_B: Tensor, samples: Tensor | None) -> dict[str, Tensor]:
-        """{name: sum_b w[b] G_name[b]} over these samples, or all; each in memory of its own."""
+    def weighted_sums(self, w_B: Tensor, samples: Tensor | None, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+        """{name: sum_b w[b] G_name[b]} over these samples, or all; each in its dtype and in memory of its own."""
         G = self._G_BN if samples is None else self._G_BN[samples]
-        parts = (w_B.to(G.dtype) @ G).split([torch.Size(shape).numel() for shape in self._shapes.values()])
+        total, wanted = w_B.to(G.dtype) @ G, {dtypes[name] for name in self._shapes}
+        total = total.to(wanted.pop()) if len(wanted) == 1 else total  # one op in place of many
+        parts = total.split([torch.Size(shape).numel() for shape in self._shapes.values()])
         own = torch._foreach_mul(parts, 1.0) if G.is_cuda else [part.clone() for part in parts]  # one op there, many here
-        return {
-            n: t if len(shape) == 1 else t.reshape(shape) for (n, shape), t in zip(self._shapes.items(), own, strict=True)
-        }
+        return {n: t.reshape(shape).to(dtypes[n]) for (n, shape), t in zip(self._shapes.items(), own, strict=True)}
 
 
 def small(factors: Mapping[str, Factor]) -> tuple[list[Together], dict[str, Factor]]:
