@@ -284,3 +284,29 @@ def test_data_written_into_a_constant_that_an_older_view_shows_is_refused_each_t
     for _ in range(3):
         with pytest.raises(UnattributedError, match="memory that it shares"):
             run_capture(model, rows, x, verify=False)
+
+
+@pytest.mark.parametrize(
+    "write", [F.relu, F.silu, lambda t, inplace: F.dropout(t, 0.5, True, inplace), lambda t, inplace: t.mul_(3.0)]
+)
+def test_a_sum_over_samples_changed_in_place_is_refused_through_a_view_of_it(write):
+    model, x = Fn(lambda s, x: s.b(s.a(x)), a=nn.Linear(D, D), b=nn.Linear(D, D)), torch.randn(B, D)
+    for _ in range(3):
+        with sw.capture(model) as grads, pytest.raises(UnattributedError, match="memory that it shares"):
+            total = rows(model, x).sum()
+            view = total.view(())
+            write(total, inplace=True)
+            view.backward()
+        assert not len(grads)
+
+
+def test_a_mask_turned_around_writes_into_nothing():
+    def masked(s, x):
+        s.mask = ~(x > 0)
+        return s.b(s.a(x).masked_fill(s.mask, 0.0))
+
+    model = Fn(masked, a=nn.Linear(D, D), b=nn.Linear(D, D)).double()
+    assert_right(model, torch.randn(B, D).double())
+    with sw.capture(model, verify=False) as grads:
+        model(torch.randn(B, D).double())
+        assert not grads._intercept.marking.written

@@ -128,3 +128,4 @@ def test_scaling_rounds_once(dtype):
         got = scaled(each, w)
         assert got.dtype == dtype
         assert torch.equal(got, (each * w).to(dtype))
+        assert scaled(each, w.clone().requires_grad_()).requires_grad

@@ -11,6 +11,7 @@ from samplewise.flow import flow
 from samplewise.flow.call import Call, Several, is_in_place, op_name, tensors_in
 from samplewise.flow.memory import key_of
 from samplewise.flow.writes import written
+from samplewise.inside import ONE_OP
 from samplewise.marks import Marks, has_memory
 from samplewise.samples import Layout, Lost, Mark, same_ids
 from samplewise.tap import Recorder
@@ -46,11 +47,11 @@ class Marking:
         if not call.results:
             return
         call.out = call.results[0]
-        mark = flow(call)
+        mark, in_place = flow(call), is_in_place(call.func) or "out" in call.kwargs or is_told_in_place(call)
         for i, t in enumerate(call.results):
             each = mark[i] if isinstance(mark, Several) else mark
             if each is not None:
-                self._set(t, each, in_place=is_in_place(call.func) or "out" in call.kwargs)
+                self._set(t, each, in_place=in_place)
 
     def mark_anew(self, func: Callable, args: tuple, kwargs: dict, out: Any) -> None:
         """Marks the results of an op on data of the simple kinds, of which nothing is remembered that fits."""
@@ -116,6 +117,11 @@ class Marking:
         if mark is not None:
             self.marks.set(t, mark)
         return mark
+
+
+def is_told_in_place(call: Call) -> bool:
+    """Whether the call is one of a function that takes the word `inplace`, and was given it: F.relu(x, inplace=True)."""
+    return call.func in ONE_OP and any(call.out is t for t in (*call.args, *call.kwargs.values()))
 
 
 WEIGHT = "weight"

@@ -22,7 +22,7 @@ def wide_dtype(t: Tensor) -> torch.dtype:
 
 def scaled(t: Tensor, w: Tensor) -> Tensor:
     """t * w in t's dtype, rounded once: w is of the dtype of `wide(t)`, or real where t is complex."""
-    if t.dtype not in HALF or is_tracing():
+    if t.dtype not in HALF or w.requires_grad or is_tracing():
         return (t * w).to(t.dtype)
     return torch.mul(t, w, out=torch.empty_like(t))  # one pass where `to` would make two
 

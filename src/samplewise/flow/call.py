@@ -110,6 +110,8 @@ def _packet(func: Callable) -> Any:
 def is_in_place(func: Callable) -> bool:
     """Whether the function changes its first argument, told by its name: add_, __iadd__, __setitem__."""
     name = getattr(func, "__name__", "").split(".")[0]
+    if name in ("__invert__", "__index__", "__int__", "__iter__"):
+        return False
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
 
 
