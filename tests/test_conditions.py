@@ -294,6 +294,33 @@ def test_regions_without_gradients():
     assert_right(run_capture(model, rows, x), oracle(model, rows, x))
 
 
+@pytest.mark.parametrize("view", [lambda w: w.unsqueeze(0), lambda w: w.view(1, -1), lambda w: w[:], lambda w: w.squeeze(0)])
+def test_a_view_of_a_parameter_under_no_grad_is_a_constant(view):
+    """torch lets it need a gradient, as a leaf of its own: the parameter gets none."""
+
+    def forward(s, x):
+        with torch.no_grad():
+            v = view(s.w)
+        return s.b(s.a(x) * v + v.expand(len(x), D))
+
+    model = Fn(forward, a=nn.Linear(D, D), b=nn.Linear(D, 2), w=nn.Parameter(torch.randn(D))).double()
+    x = data(B, D)
+    grads = run_capture(model, rows, x, verify=False)
+    assert set(grads) == {"a.weight", "a.bias", "b.weight", "b.bias"}
+    assert_right(grads, oracle(model, rows, x))
+
+
+def test_a_buffer_with_time_first_is_filled_step_by_step():
+    def forward(s, x):
+        out = x.new_zeros(T, len(x), D)
+        for t in range(T):
+            out[t] = s.a(x[:, t])
+        return s.b(out).tanh().sum(0)
+
+    model, x = Fn(forward, a=nn.Linear(D, D), b=nn.Linear(D, 2)).double(), data(B, T, D)
+    assert_right(run_capture(model, rows, x, verify=False), oracle(model, rows, x))
+
+
 def test_frozen_encoder_under_no_grad():
     def forward(s, x):
         with torch.no_grad():

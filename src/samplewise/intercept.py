@@ -37,7 +37,7 @@ from samplewise.samples import Lost, Mark, Mixed
 from samplewise.saving import kept_as_is
 from samplewise.sight import CustomFunction
 from samplewise.tap import Guard, Recorder
-from samplewise.weights import Weight, looked_up
+from samplewise.weights import Weight, looked_up, needs_gradient
 
 FRESH = set("new_zeros new_ones new_full new_empty".split())
 """Ops on data that take only its shape and type."""
@@ -273,7 +273,7 @@ class Intercept(TorchFunctionMode):
             out = func(*args, **kwargs)
         for t in tensors_in((out,)):
             self.weights.derive(t, weights, name, is_picked=picked, rows=rows)
-            if not t.requires_grad:
+            if not needs_gradient(t):
                 self.recorder.constants.set(t, True)
         return out
 

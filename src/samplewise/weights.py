@@ -90,7 +90,7 @@ class Weights:
         rows: Tensor | None = None,
     ) -> None:
         """Records that `t` was computed by the op from these weights alone; `rows` if it is just these rows of its weight."""
-        if not t.requires_grad:
+        if not needs_gradient(t):
             return
         roots = frozenset().union(*(weight.roots for _, weight in sources))
         pull = None
@@ -128,6 +128,11 @@ class Weights:
         """Whether an unmarked tensor depends on the batch through code that was not seen."""
         weight = self.get(t)
         return weight is not None and weight.is_data
+
+
+def needs_gradient(t: Tensor) -> bool:
+    """Whether backward goes through a result: a view of a parameter taken under `no_grad` says so, and is a leaf of its own."""
+    return t.requires_grad and t.grad_fn is not None
 
 
 def _accumulation_nodes(parameters: dict[str, Tensor]) -> dict[str, Any]:
