@@ -23,8 +23,8 @@ from gpu_worker import TRUTH, Given, work
 
 PROCESSES = multiprocessing.get_context("forkserver")
 """Imports once what every worker needs; a worker is forked off it, where nothing has run and no device was touched yet."""
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-"""Of workers: many run side by side."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Of workers: many run side by side, and who asks for CUDA as it is imported must not open it before the fork."""
 HERE = Path(__file__).parent
 SPARE_GIB = 8
 """Contexts of processes, and what a reckoning of memory may be off by."""
