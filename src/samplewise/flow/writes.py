@@ -33,10 +33,8 @@ def written(call: Call, before: Layout | None) -> Mark:
     if of_value is None:
         return before or _picked_out(call, pickers, layouts)
     ids = torch.full([1] * target.ndim, NO_SAMPLE, device="cpu") if before is None else before.ids
-    behind = (
-        slice(consumed - target.ndim, None) if consumed < target.ndim else slice(0)
-    )  # dimensions that no index picks from
-    if any(size != 1 for size in (*ids.shape[behind], *of_value.ids.shape[behind])):
+    num_behind = target.ndim - consumed  # dimensions that no index picks from
+    if any(size != 1 for size in (*ids.shape[consumed:], *of_value.ids.shape[max(0, of_value.ids.ndim - num_behind) :])):
         consumed = target.ndim
     ids = ids.expand([*target.shape[:consumed], *ids.shape[consumed:]]).clone()
     ids[index] = aligned(of_value.ids, ids[index].ndim)
