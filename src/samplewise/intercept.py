@@ -273,7 +273,7 @@ class Intercept(TorchFunctionMode):
             out = func(*args, **kwargs)
         for t in tensors_in((out,)):
             self.weights.derive(t, weights, name, is_picked=picked, rows=rows)
-            if not needs_gradient(t):
+            if not needs_gradient(t) and not self.weights.is_parameter(t):
                 self.recorder.constants.set(t, True)
         return out
 

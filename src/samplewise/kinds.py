@@ -7,8 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from samplewise.flow.call import is_in_place, op_name, tensors_in
-from samplewise.flow.handlers import flows_by_shapes, moves
+from samplewise.flow.call import op_name, tensors_in
+from samplewise.flow.handlers import flows_by_shapes
 from samplewise.inside import ENGINE, without_override
 
 OPAQUE = set(
@@ -83,6 +83,5 @@ def kind_of(func: Callable) -> Kind:
     is_reading = func in READING
     is_question = is_opaque and name not in FOLLOWED and not is_reading
     has_inside = without_override(func) is not None and func not in ENGINE
-    is_write = is_in_place(func) and (name == "setitem" or moves(name))
-    is_alike = not is_opaque and (has_inside or (flows_by_shapes(name) and not is_write))
+    is_alike = not is_opaque and (has_inside or flows_by_shapes(name))
     return Kind(name, is_opaque, is_question, is_reading, is_opaque and name in SIZES, has_inside, is_alike)
