@@ -1,6 +1,7 @@
 """The case table, backward's own threads and mixed precision on a CUDA device; run with `make test-gpu`."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -115,6 +116,7 @@ def test_mixed_precision(dtype):
 
 def test_one_step_frees_its_memory():
     model, x = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)), torch.randn(64, 32, 512)
+    gc.collect()  # what earlier tests left, which would be freed meanwhile
     held = []
     for _ in range(3):
         grads = run_capture(model, lambda m, x: m(x).square().sum((1, 2)), x)
@@ -404,15 +406,32 @@ def test_private_training(dtype, secure):
     assert abs(float((seen[2.0] - seen[0.0]).std()) / (2 * 0.1 / 64) - 1) < 0.03
 
 
-def test_a_recording_that_fails_leaves_the_stream_as_it_was():
-    def waits(x):
-        torch.cuda.current_stream().synchronize()  # which no recording takes
-        return [x.sin()]
+def test_a_recording_that_fails_leaves_torch_as_it_was():
+    """Current stream, memory, and a generator that draws on and can be recorded."""
 
-    before = torch.cuda.current_stream()
-    with pytest.raises(RuntimeError):
-        replay.Recording(waits, [torch.zeros(4)], [], None)
-    assert torch.cuda.current_stream() == before
+    def waits(x):
+        large = torch.ones(1 << 28, dtype=torch.int8)
+        torch.cuda.current_stream().synchronize()  # which no recording takes
+        return [x + large[:4]]
+
+    def reserved() -> int:
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    want = (torch.manual_seed(0), torch.randn(4), torch.randn(4))[1:]
+    before = torch.cuda.current_stream(), reserved()
+    torch.manual_seed(0)
+    assert torch.equal(torch.randn(4), want[0])
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            replay.Recording(waits, [torch.zeros(4)], [], None)
+    assert torch.equal(torch.randn(4), want[1])
+    assert torch.cuda.current_stream() == before[0]
+    assert reserved() <= before[1] + replay.SMALL_BYTES
+    drawn = replay.Recording(lambda x: [torch.rand_like(x)], [torch.zeros(4)], [], None)
+    first, second = drawn((torch.zeros(4),)), drawn((torch.zeros(4),))
+    assert not torch.equal(first[0], second[0])
 
 
 def test_a_recording_gives_conjugates():

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -162,11 +163,7 @@ class Recording:
         self._state, self._places = state, [t.data_ptr() for t in state]
         self._graph = torch.cuda.CUDAGraph()
         torch._C._cuda_clearCublasWorkspaces()  # or one of an earlier recording would be used, and would hold that one's memory
-        here = torch.cuda.stream(torch.cuda.current_stream())  # which is current again also where recording fails
-        with (
-            here,
-            torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"),
-        ):  # loaders may allocate meanwhile
+        with _captured(self._graph, pool or torch.cuda.graph_pool_handle()):
             block = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
             del block
             inputs = [torch.empty_like(t) for t in tensors]
@@ -190,6 +187,35 @@ class Recording:
         """What this recording and those that share its memory keep, in segments of these kinds ("large", "small") or of all."""
         segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == self.pool]
         return sum(s["total_size"] for s in segments if not kinds or s["segment_type"] in kinds)
+
+
+@contextmanager
+def _captured(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """What is launched inside goes into the graph. Where that fails, stream, allocator and generator are left as they were.
+
+    Torch ends a capture that has met what none takes, such as a wait for the device, by raising halfway: its own stream stays
+    current, the allocator goes on to serve the pool and keeps its memory, and before torch 2.13 no random number is drawn any more.
+    """
+    capture = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")  # loaders may allocate meanwhile
+    with torch.cuda.stream(torch.cuda.current_stream()):
+        capture.__enter__()
+        try:
+            yield
+        finally:
+            try:
+                capture.__exit__(None, None, None)
+            except RuntimeError:
+                _give_up(pool)
+                raise
+
+
+def _give_up(pool: Any) -> None:
+    """Does what torch leaves undone when a capture ends by raising."""
+    device = torch.cuda.current_device()
+    torch._C._cuda_endAllocateToPool(device, pool)
+    torch._C._cuda_releasePool(device, pool)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device=device)  # a capture that ends well ends the generator's, too
 
 
 def _compact(record: Callable[[int], Recording]) -> Recording:
