@@ -49,14 +49,12 @@ def main() -> None:
     units = [unit for unit in units if any((*unit, method) not in results.facts for method in options.methods)]
     asked = lambda unit, method: method in (TRUTH, *options.methods) or (*unit, method) in results.facts
     jobs = [Job(*unit, m) for m in (TRUTH, *METHODS) for unit in units if asked(unit, m)]  # large rows beside small ones
-    jobs.sort(key=lambda job: (options.dtypes.index(job.dtype), job.first))
+    jobs.sort(key=lambda job: (options.dtypes.index(job.dtype), *job.order))
     import_once(options.rows)
     with tempfile.TemporaryDirectory() as folder:
         how = (options, Path(folder), until, results.check, rates_alone(options))
-        for is_heavy in (False, True):
-            side_by_side = [job for job in jobs if job.is_heavy == is_heavy]
-            for job in report(measure(side_by_side, *how), results, run):
-                report(measure([job], *how), results, run)
+        for job in report(measure(jobs, *how), results, run):
+            report(measure([job], *how), results, run)
     print(results.path.with_suffix(".md").read_text())
 
 

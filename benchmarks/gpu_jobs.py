@@ -31,7 +31,7 @@ SPARE_GIB = 8
 MOST_GIB = 80
 """More is not waited for: the device would have to stand empty. Who finds too little is tried alone in the end."""
 SECONDS_TO_ALLOCATE = 15
-"""From when a job is let in until what it takes shows in the device's own count."""
+"""From when a job is let in until what it takes shows in the device's own count; a heavy one's is counted until it is ready."""
 SECONDS_TO_SETTLE = 0.3
 """What a device has queued of processes that were stopped is done by then."""
 DONE = ("timed", "failed", "out of time")
@@ -65,24 +65,28 @@ class Job:
         return 0 if self.method == TRUTH else 1 if METHODS[self.method].compiled else 2
 
     @property
+    def order(self) -> tuple:
+        """Among the jobs of a dtype: `first`, and of those who compile the slow ones, lest all wait for them in the end."""
+        return self.first, self.is_heavy, not ROWS[self.row].compiles_slowly
+
+    @property
     def gib(self) -> float:
         """What an eager step of its row takes."""
         return ROWS[self.row].gib * (2 if self.dtype == "fp32" else 1)
 
     @property
     def is_heavy(self) -> bool:
-        """Whether smaller jobs, side by side with it, would keep it waiting for memory and then wait for it."""
+        """Whether the device holds but a few such jobs."""
         return self.gib > MOST_GIB / 2
 
     @property
     def most_gib(self) -> float:
         """What it takes while it runs."""
-        gib = self.gib
         if self.method == TRUTH:
-            return gib
+            return self.gib
         method = METHODS[self.method]
-        holds_gradients = method.answer == "gradients" or method.library.startswith(("vmap", "BackPACK"))
-        return min(gib * (2 if holds_gradients else 1), MOST_GIB)
+        holds_gradients = method.library.startswith(("vmap", "BackPACK"))
+        return min(self.gib * (0.6 if method.compiled else 1) * (2 if holds_gradients else 1), MOST_GIB)
 
     def start(
         self,
@@ -199,7 +203,7 @@ def measure(
                     job.start(options, folder, heard, num_compiled, found.get("small_error"), rates)
                     running.append(job)
             let_in(running, options)
-            listen(running, heard, folder)
+            listen(running, heard, folder, 0.05 if ending else 0.5)  # the next turn begins as soon as they are gone
             ending = [job for job in ending if not job.is_gone()]
             ready = None if ending else next_ready(running, options)
             if ready is not None:
@@ -234,12 +238,16 @@ def rates_alone(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def let_in(jobs: list[Job], options: argparse.Namespace) -> None:
-    """Lets jobs warm up that the device has memory for, the largest first; what the first that must wait needs is left to it."""
-    checked = sorted((job for job in jobs if job.state == "checked"), key=lambda job: (job.first, -job.most_gib))
+    """Lets jobs warm up that the device has memory for, heavy ones last; what the first that must wait needs is left to it."""
+    checked = sorted(
+        (job for job in jobs if job.state == "checked"), key=lambda job: (job.is_heavy, job.first, -job.most_gib)
+    )
     if not checked:
         return
     now = time.monotonic()
-    room = free_gib(options) - sum(job.most_gib for job in jobs if now < job.let_in_at + SECONDS_TO_ALLOCATE)
+    is_to_come = lambda job: job.state == "warm" and (job.is_heavy or now < job.let_in_at + SECONDS_TO_ALLOCATE)
+    room = free_gib(options) - sum(job.most_gib for job in jobs if is_to_come(job))
+    room -= max((job.most_gib for job in jobs if job.state == "ready"), default=0)
     has_kept_room = False
     for job in checked:
         fits = job.most_gib <= room or not any(other.state == "warm" for other in jobs)
@@ -282,10 +290,12 @@ def take_turn(job: Job, others: list[Job], options: argparse.Namespace, heard: q
         other.resume(time.monotonic() - begin)
 
 
-def listen(jobs: list[Job], heard: queue.Queue, folder: Path, waits: tuple[str, ...] = ("started", "warm")) -> None:
-    """Takes the next message, if one comes soon; ends what is in one of the states `waits` for too long."""
+def listen(
+    jobs: list[Job], heard: queue.Queue, folder: Path, seconds: float = 0.5, waits: tuple[str, ...] = ("started", "warm")
+) -> None:
+    """Takes the next message, if one comes within so many seconds; ends what is in one of the states `waits` for too long."""
     try:
-        job, message = heard.get(timeout=0.5)
+        job, message = heard.get(timeout=seconds)
         job.take(message)
     except queue.Empty:
         pass

@@ -37,6 +37,8 @@ class Row:
     """What Opacus needs changed in the model, each change saying what it did."""
     ghost_change: Callable[[Any], str] | None = None
     """What Opacus's ghost clipping needs changed besides; it makes another model."""
+    compiles_slowly: bool = False
+    """Whether a compiler takes minutes, so that it is to begin early."""
 
     def sizes(self, which: str) -> Sizes:
         return {**self.full, **{"full": {}, "small": self.small, "tiny": self.tiny}[which]}
@@ -238,7 +240,8 @@ ROWS = {
             {"B": 3, "size": 8, "blocks": 1}, "torchvision", 7, (nothing_in_place,)),
         Row("resnet50", "ResNet-50/GN 224×224 B32", resnet50, images, class_loss,
             {"B": 32, "size": 224, "blocks": 6, "classes": 1000}, {"B": 3, "size": 96, "blocks": 1},
-            {"B": 3, "size": 32, "blocks": 1, "classes": 10}, "torchvision", 5, (nothing_in_place,)),
+            {"B": 3, "size": 32, "blocks": 1, "classes": 10}, "torchvision", 5, (nothing_in_place,),
+            compiles_slowly=True),
         Row("lstm", "LSTM language model B32 T128", RecurrentModel, tokens, next_token_loss,
             {"B": 32, "T": 128, "width": 1024, "vocabulary": 10000}, {"B": 3, "T": 16}, TINY_TEXT, "torch", 3, (opacus_lstm,)),
     )
