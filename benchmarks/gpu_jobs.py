@@ -238,10 +238,12 @@ def rates_alone(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def let_in(jobs: list[Job], options: argparse.Namespace) -> None:
-    """Lets jobs warm up that the device has memory for, heavy ones last; what the first that must wait needs is left to it."""
-    checked = sorted(
-        (job for job in jobs if job.state == "checked"), key=lambda job: (job.is_heavy, job.first, -job.most_gib)
-    )
+    """Lets jobs warm up that the device has memory for; what the first that must wait needs is left to it.
+
+    First the truths, which others wait for with memory in their hands; heavy jobs last, or all others would wait for them.
+    """
+    turn = lambda job: (job.first > 0 and job.is_heavy, job.first, -job.most_gib)
+    checked = sorted((job for job in jobs if job.state == "checked"), key=turn)
     if not checked:
         return
     now = time.monotonic()
