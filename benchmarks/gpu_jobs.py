@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 SPARE_GIB = 8
 """Contexts of processes, and what a reckoning of memory may be off by."""
 MOST_GIB = 80
-"""More is not waited for: the device would have to stand empty. Who finds too little is tried alone in the end."""
+"""Of a job beside others. One that needs more, or finds too little, is run alone in the end."""
 SECONDS_TO_ALLOCATE = 15
 """From when a job is let in until what it takes shows in the device's own count; a heavy one's is counted until it is ready."""
 SECONDS_TO_SETTLE = 0.3
@@ -86,7 +86,7 @@ class Job:
             return self.gib
         method = METHODS[self.method]
         holds_gradients = method.library.startswith(("vmap", "BackPACK"))
-        return min(self.gib * (0.6 if method.compiled else 1) * (2 if holds_gradients else 1), MOST_GIB)
+        return self.gib * (0.5 if method.compiled else 1) * (2 if holds_gradients else 1)
 
     def start(
         self,
@@ -249,7 +249,7 @@ def let_in(jobs: list[Job], options: argparse.Namespace) -> None:
     now = time.monotonic()
     is_to_come = lambda job: job.state == "warm" and (job.is_heavy or now < job.let_in_at + SECONDS_TO_ALLOCATE)
     room = free_gib(options) - sum(job.most_gib for job in jobs if is_to_come(job))
-    room -= max((job.most_gib for job in jobs if job.state == "ready"), default=0)
+    room -= max((job.facts["more_gib"] for job in jobs if job.state == "ready"), default=0)
     has_kept_room = False
     for job in checked:
         fits = job.most_gib <= room or not any(other.state == "warm" for other in jobs)
@@ -267,7 +267,7 @@ def next_ready(jobs: list[Job], options: argparse.Namespace) -> Job | None:
     if not ready:
         return None
     room = free_gib(options) if any(job.state == "warm" for job in jobs) else math.inf
-    return next((job for job in ready if job.most_gib <= room), None)
+    return next((job for job in ready if job.facts["more_gib"] <= room), None)
 
 
 def free_gib(options: argparse.Namespace) -> float:

@@ -107,7 +107,7 @@ def run(given: Given) -> None:
             prepare_truth(*row) if given.method == TRUTH else prepare(*row, METHODS[given.method], given.small_error)
         )
         release(device)
-        say("ready")
+        say("ready", more_gib=more_gib(device))
         hear("go")
         begin = time.time()
         facts = time_alone(given.seconds)
@@ -140,6 +140,13 @@ def release(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+
+def more_gib(device: str) -> float:
+    """What the last step took besides what is kept between steps."""
+    if device == "cpu":
+        return 0.0
+    return (torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()) / 2**30
 
 
 def print_rates(device: str, dtypes: list[str]) -> None:
@@ -231,6 +238,9 @@ def prepare(row: Row, dtype: str, device: str, path: Path, method: Method, known
     if method.answer != "plain" and "untied head" not in changes:
         facts |= full_error(answer, method, path)
     del answer
+    release(device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     patiently(step, device)
 
     def time_alone(seconds: float) -> dict[str, Any]:
