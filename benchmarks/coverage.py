@@ -1,11 +1,13 @@
-"""On which kinds of use each library gives the right gradients, refuses, or is wrong without a word; in float64, on the CPU.
+"""On what each library gives the right gradients, refuses, or is wrong without a word; in float64, on the CPU.
 
-python benchmarks/coverage.py            all uses, all libraries; writes benchmarks/results/coverage.md
+python benchmarks/coverage.py                kinds of use, all libraries; writes benchmarks/results/coverage.md
+python benchmarks/coverage.py --of models    published architectures; writes benchmarks/results/coverage-models.md
 """
 
 import argparse
 import importlib.metadata
 import json
+import os
 import platform
 import signal
 import subprocess
@@ -13,6 +15,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +31,8 @@ from coverage_cases import USES, Use
 
 from samplewise.testing import oracle
 
-ALL = [*(Use(**vars(case)) for case in CASES), *USES]
 Gradients = dict[str, Tensor]
+NO_GRADIENTS = "gives numbers where samples have no gradients of their own, or where plain autograd raises"
 SECONDS = 120
 """For one use in one library; a process that takes longer is ended and counts as crashed."""
 
@@ -113,15 +116,39 @@ def truth_of(use: Use) -> Gradients:
 
 def outcome(use: Use, library: str) -> tuple[str, str]:
     """("right" | "refused" | "wrong", why). What is refused in float64 is asked again in float32, which has kernels of its own."""
-    result, why = attempt(use, library)
+    if use.right == "as the model":
+        try:
+            truth = truth_of_model(use)
+        except Exception as error:
+            return "left out", said(error)
+        return attempt(replace(use, right="gradients" if truth else "refusal"), library, truth)
+    result, why = attempt(use, library, {} if use.right == "refusal" else truth_of(use))
     if result == "refused" and use.dtype == torch.float64 and not any(p.is_complex() for p in use.build()[0].parameters()):
-        again = attempt(replace(use, dtype=torch.float32, tolerance=1e-4), library)
+        single = replace(use, dtype=torch.float32, tolerance=1e-4)
+        again = attempt(single, library, truth_of(single))
         return (result, why) if again[0] == "refused" else again
     return result, why
 
 
-def attempt(use: Use, library: str) -> tuple[str, str]:
-    truth = {} if use.right == "refusal" else truth_of(use)
+def truth_of_model(use: Use) -> Gradients:
+    """Of a model that is not ours; nothing if its samples mix. Raises if plain backward of one sample is not that of the batch."""
+    model, batch, loss_fn = use.build()
+    together = loss_fn(model, *batch)
+    alone = torch.cat([loss_fn(model, *(t[b : b + 1] for t in batch)) for b in range(num_samples(use, batch))])
+    if not together.isfinite().all():
+        raise ValueError("the losses are not finite")
+    if not torch.allclose(together, alone, rtol=1e-9):
+        return {}
+    together.sum().backward()
+    plain = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    truth = truth_of(use)
+    why = difference({name: truth[name].sum(0) for name in plain}, plain, 1e-4, needed=plain)
+    if why:
+        raise ValueError(f"torch's backward of one sample is not that of the batch: {why}")
+    return truth
+
+
+def attempt(use: Use, library: str, truth: Gradients) -> tuple[str, str]:
     norms = torch.cat([G[..., None].flatten(1) for G in truth.values()], 1).abs().norm(dim=1) if truth else torch.ones(1)
     bound = (norms.median().item() if len(norms) else 0.0) or 1.0
     model, batch, loss_fn = use.build()
@@ -131,7 +158,7 @@ def attempt(use: Use, library: str) -> tuple[str, str]:
     except Exception as error:
         return ("refused" if use.right == "gradients" else "right"), said(error)
     if use.right == "refusal":
-        return "wrong", "gives numbers where samples have no gradients of their own, or where plain autograd raises"
+        return "wrong", NO_GRADIENTS
     w = (bound / norms).clamp(max=1)
     clipped = {f"clipped sum of {name}": torch.tensordot(w.to(G.dtype), G, 1) for name, G in truth.items()}
     why = difference(got, {**truth, "norms": norms, **clipped}, use.tolerance, needed=truth)
@@ -170,30 +197,41 @@ def difference(got: Gradients, expected: Gradients, tolerance: float, *, needed:
 # --- all of them ----------------------------------------------------------------------------------------------------------------
 
 
-def work(library: str, start: int) -> None:
+def uses(of: str) -> list[Use]:
+    if of == "models":
+        from coverage_models import MODELS
+
+        return MODELS
+    return [*(Use(**vars(case)) for case in CASES), *USES]
+
+
+def work(of: str, library: str, start: int) -> None:
     """Prints the outcome of every use from `start` on, a line of JSON each."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    for use in ALL[start:]:
+    for use in uses(of)[start:]:
         signal.alarm(SECONDS)
         print(json.dumps([use.name, *outcome(use, library)]), flush=True)
 
 
-def outcomes(library: str) -> dict[str, tuple[str, str]]:
+def outcomes(of: str, library: str) -> dict[str, tuple[str, str]]:
     """{use: outcome}; a process that dies is started again behind the use that it died of."""
     found: dict[str, tuple[str, str]] = {}
-    while len(found) < len(ALL):
-        command = [sys.executable, "-W", "ignore", __file__, "--work", library, str(len(found))]
+    names = [use.name for use in uses(of)]
+    assert len(set(names)) == len(names)
+    while len(found) < len(names):
+        command = [sys.executable, "-W", "ignore", __file__, "--of", of, "--work", library, str(len(found))]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
         found |= {name: (result, why) for name, result, why in lines}
-        if len(found) < len(ALL):
+        if len(found) < len(names):
             last = (done.stderr.strip().splitlines() or [""])[-1]
-            found[ALL[len(found)].name] = "crashed", f"exit status {done.returncode}: {last}"
+            found[names[len(found)]] = "crashed", f"exit status {done.returncode}: {last}"
     return found
 
 
-LEGEND = """\
+LEGEND = {
+    "uses": """\
 - right: the oracle's gradients, one backward a sample in float64 ({gradients} uses); an error where samples mix or plain autograd
   raises ({refusal}); either of them where the loss of a batch does not weigh its samples alike ({either})
 - refused: an error where there are gradients; asked again in float32, which has kernels of its own, before it counts
@@ -205,33 +243,52 @@ given, vmap(grad) is `torch.func` over `functional_call`, Opacus hooks is `GradS
 alone, so where samples mix it answers for another model than the one that trains; these are counted as wrong, and apart.
 
 Most uses ({tested}) are the table of this project's own tests, which samplewise is held to: its count says what is covered, and is
-no estimate for code that nobody tried."""
+no estimate for code that nobody tried.""",
+    "models": """\
+One architecture of each family of timm and torchvision, and of each type of transformers that takes ids or images: small, random
+weights, eval mode, 3 samples. Nothing here was written for this project or changed for it.
+
+- right: the oracle's gradients, one backward a sample; an error where samples mix, that is where the loss of a sample alone is
+  not its loss in the batch
+- refused: an error where there are gradients
+- wrong: other numbers or shapes, a missing gradient, or a model left with other parameters, without an error
+- crashed: the process ended, or took longer than {seconds} seconds
+
+Of samplewise, norms and clipped sums must be right too. ExpandedWeights is torch's `call_for_per_sample_grads` with the batch size
+given, vmap(grad) is `torch.func` over `functional_call`, Opacus hooks is `GradSampleModule` as it comes.""",
+}
 
 
-def table(results: dict[str, dict[str, tuple[str, str]]]) -> list[str]:
+def table(of: str, results: dict[str, dict[str, tuple[str, str]]]) -> list[str]:
     kinds = ["right", "refused", "wrong", "crashed"]
+    left_out = {name: why for found in results.values() for name, (result, why) in found.items() if result == "left out"}
+    results = {
+        library: {name: each for name, each in found.items() if name not in left_out} for library, found in results.items()
+    }
     counts = {library: Counter(result for result, _ in found.values()) for library, found in results.items()}
-    expected = Counter(use.right for use in ALL)
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "opacus"))
+    num = len(results["samplewise"])
+    packages = ("torch", "opacus", *(("timm", "torchvision", "transformers") if of == "models" else ()))
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    numbers = {**Counter(use.right for use in uses(of)), "tested": len(CASES), "seconds": SECONDS}
     lines = [
-        "# Which kinds of use each library gets right",
+        f"# Which {'published architectures' if of == 'models' else 'kinds of use'} each library gets right",
         "",
-        f"`python benchmarks/coverage.py`: {len(ALL)} uses, CPU, Python {platform.python_version()}, {versions}, samplewise at "
-        f"commit {commit.strip()}.",
+        f"`python benchmarks/coverage.py --of {of}`: {num} {of}, CPU, Python {platform.python_version()}, {versions}, samplewise "
+        f"at commit {commit.strip()}.",
         "",
-        *LEGEND.format(**expected, tested=len(CASES)).splitlines(),
+        *LEGEND[of].format(**numbers).splitlines(),
         "",
         "| library | " + " | ".join(kinds) + " | of the wrong ones, samples mix |",
         "|-" * (len(kinds) + 2) + "|",
         *(
-            f"| {library} | " + " | ".join(str(counts[library][kind]) for kind in kinds) + f" | {mixing(found)} |"
+            f"| {library} | " + " | ".join(str(counts[library][kind]) for kind in kinds) + f" | {mixing(of, found)} |"
             for library, found in results.items()
         ),
         "",
         "## Where samplewise is not right",
         "",
-        "| use | outcome | what it says |",
+        "| | outcome | what it says |",
         "|-|-|-|",
         *(
             f"| {name} | {result} | {cell(why)} |"
@@ -241,18 +298,22 @@ def table(results: dict[str, dict[str, tuple[str, str]]]) -> list[str]:
         "",
         "## Where any is not right",
         "",
-        "| use | " + " | ".join(results) + " |",
+        "| | " + " | ".join(results) + " |",
         "|-" * (len(results) + 1) + "|",
     ]
-    for use in ALL:
-        row = [found[use.name][0] for found in results.values()]
+    for name in results["samplewise"]:
+        row = [found[name][0] for found in results.values()]
         if set(row) != {"right"}:
-            lines.append(f"| {use.name} | " + " | ".join(f"**{r}**" if r in ("wrong", "crashed") else r for r in row) + " |")
+            lines.append(f"| {name} | " + " | ".join(f"**{r}**" if r in ("wrong", "crashed") else r for r in row) + " |")
+    if left_out:
+        lines += ["", f"## Left out, {len(left_out)}", "", "| | why |", "|-|-|"]
+        lines += [f"| {name} | {cell(why)} |" for name, why in left_out.items()]
     return lines
 
 
-def mixing(found: dict[str, tuple[str, str]]) -> int:
-    return sum(result == "wrong" for name, (result, _) in found.items() if name.startswith("mixing-"))
+def mixing(of: str, found: dict[str, tuple[str, str]]) -> int:
+    samples_mix = lambda name, why: name.startswith("mixing-") or (of == "models" and why == NO_GRADIENTS)
+    return sum(result == "wrong" and samples_mix(name, why) for name, (result, why) in found.items())
 
 
 def cell(text: str) -> str:
@@ -261,19 +322,21 @@ def cell(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--of", choices=["uses", "models"], default="uses")
     parser.add_argument("--work", nargs=2, metavar=("LIBRARY", "START"), help="one library in this process, lines of JSON")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "coverage.md")
+    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    assert len({use.name for use in ALL}) == len(ALL)
     if options.work:
-        work(options.work[0], int(options.work[1]))
+        work(options.of, options.work[0], int(options.work[1]))
         return
-    results = {}
-    for library in LIBRARIES:
-        results[library] = outcomes(library)
-        print(library, dict(Counter(result for result, _ in results[library].values())), flush=True)
-    options.output.parent.mkdir(exist_ok=True)
-    options.output.write_text("\n".join(table(results)) + "\n")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = dict(zip(LIBRARIES, pool.map(lambda library: outcomes(options.of, library), LIBRARIES), strict=True))
+    for library, found in results.items():
+        print(library, dict(Counter(result for result, _ in found.values())), flush=True)
+    name = "coverage.md" if options.of == "uses" else "coverage-models.md"
+    path = options.output or Path(__file__).parent / "results" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(table(options.of, results)) + "\n")
 
 
 if __name__ == "__main__":
