@@ -205,8 +205,8 @@ def transformer_models() -> Iterator[Use]:
     for classes, batch, loss_fn in TASKS:
         for model_type, names in classes.items():
             name = names if isinstance(names, str) else names[0]
-            if model_type not in seen and hasattr(transformers, name):
-                seen.add(model_type)
+            if seen.isdisjoint((model_type, name)) and hasattr(transformers, name):
+                seen |= {model_type, name}
                 yield use(f"transformers {name}", partial(text_model, name, model_type), batch, loss_fn)
 
 

@@ -3,6 +3,7 @@
 import copy
 import random
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
 
@@ -775,6 +776,87 @@ def test_verify_leaves_modules_that_are_reached_in_odd_ways(wrap):
     model = wrap(counting).double()
     assert sw.verify(model, data(B, D)).is_right
     assert (counting.count, counting.calls.item()) == (0, 0)
+
+
+@torch.no_grad()
+def halve(p: Tensor) -> None:
+    p *= 0.5
+
+
+@torch.no_grad()
+def halve_by_data(p: Tensor) -> None:
+    p.data.mul_(0.5)
+
+
+@torch.no_grad()
+def put_half(p: Tensor) -> None:
+    p.data = p.data / 2
+
+
+@torch.no_grad()
+def halve_a_row(p: Tensor) -> None:
+    p[0] = p[0] / 2
+
+
+@torch.no_grad()
+def halve_into(p: Tensor) -> None:
+    torch.mul(p, 0.5, out=p)
+
+
+@torch.no_grad()
+def halve_each(p: Tensor) -> None:
+    torch._foreach_mul_([p], 0.5)
+
+
+WRITES = [halve, halve_by_data, put_half, halve_a_row, halve_into, halve_each]
+
+
+def writing(write: Callable[[Tensor], None], kind: str) -> nn.Module:
+    """A model whose forward writes to a weight, before it is used or among uses of a layer that keeps its weights in a list."""
+    if kind == "recurrent":
+        return Fn(
+            lambda s, x: (write(s.a.weight_hh_l0), s.b(s.a(x)[0]).sum(1))[1],
+            a=nn.GRU(D, 4, batch_first=True),
+            b=nn.Linear(4, 2),
+        )
+    forward = lambda s, x: (write(s.b.weight), s.b(s.a(x).tanh()))[1]
+    return Fn(forward, a=nn.Linear(D, 4), b=nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("kind", ["linear", "recurrent"])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_verified_forward_that_writes_to_parameters_writes_once(write, kind):
+    model, x = writing(write, kind).double(), data(B, 3, D) if kind == "recurrent" else data(B, D)
+    plain = copy.deepcopy(model)
+    assert sw.verify(model, x).is_right
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q)
+    grads = run_capture(model, rows, x)
+    rows(plain, x).sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert_sums_to_grad(grads, plain)
+
+
+def test_a_forward_that_writes_to_parameters_and_mixes_samples_is_caught():
+    def forward(s, x):
+        halve(s.a.weight)
+        return s.a(x - torch.from_numpy(x.detach().numpy().mean(0)))
+
+    model, x = Fn(forward, a=nn.Linear(D, 3)).double(), data(B, D)
+    before = model.a.weight.detach().clone()
+    assert not sw.verify(model, x).is_right
+    assert torch.equal(model.a.weight, before)
+
+
+def test_a_forward_that_writes_to_parameters_by_another_way_to_them_is_not_run_to_be_verified():
+    model, x = writing(halve, "linear").double(), data(B, D)
+    old = model.forward
+    model.forward = lambda x: old(x)
+    before = model.b.weight.detach().clone()
+    with pytest.raises(SamplewiseError, match="verify=False"):
+        sw.verify(model, x)
+    assert torch.equal(model.b.weight, before)
 
 
 # --- what verification catches -----------------------------------------------------------------------------------------------

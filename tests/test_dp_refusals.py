@@ -663,3 +663,40 @@ def test_a_mixing_model_is_refused_by_the_check_of_a_first_call():
 def test_the_check_of_models_cannot_be_turned_off():
     with pytest.raises(TypeError, match="verify"):
         private(verify=False)
+
+
+# --- forwards that write to parameters -------------------------------------------------------------------------------
+
+
+class Decaying(nn.Linear):
+    """Writes to its own weight when it is called."""
+
+    def forward(self, input):
+        with torch.no_grad():
+            self.weight *= 0.5
+        return super().forward(input)
+
+
+@pytest.mark.parametrize("how", ["loop", "step_on"])
+def test_a_forward_that_writes_to_parameters_is_not_run_twice(how):
+    """The checks of the first batch run it again: on copies of the parameters, or not at all."""
+    model = nn.Sequential(Decaying(5, 3))
+    before = model[0].weight.detach().clone()
+    loss_fn = lambda model, x, y: F.cross_entropy(model(x), y)
+    model, optimizer, loader = sw.dp.make_private(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        DataLoader(TensorDataset(torch.randn(8, 5), torch.randint(3, (8,))), batch_size=8),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        **({"loss_fn": loss_fn} if how == "step_on" else {}),
+    )
+    for x, y in loader:
+        optimizer.zero_grad()
+        if how == "loop":
+            loss_fn(model, x, y).backward()
+            optimizer.step()
+        else:
+            with pytest.raises(SamplewiseError, match="writes to a parameter"):
+                optimizer.step_on(x, y)
+    assert torch.equal(model[0].weight, before * (0.5 if how == "loop" else 1.0))

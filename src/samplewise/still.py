@@ -3,7 +3,7 @@
 import copy
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from samplewise.flow.call import op_name
+from samplewise.flow.call import is_in_place, op_name, tensors_in
 from samplewise.inside import Insides
+from samplewise.marks import has_memory
 from samplewise.undo import Undo
 
 DROPOUT = set("dropout alpha_dropout feature_dropout feature_alpha_dropout native_dropout".split())
@@ -23,16 +24,47 @@ NOISE = {
 """What a random number is replaced by, so that it does not depend on how many are drawn."""
 
 
-class Still(TorchFunctionMode):
-    """Runs random ops without their randomness."""
+class WriteError(Exception):
+    """Something was written to that is to stay as it is; it has been put back."""
 
-    def __init__(self) -> None:
+
+class Still(TorchFunctionMode):
+    """Runs random ops without their randomness; what is written to `kept` inside is put back at the end.
+
+    Writes are found out and not refused: a forward that raises would set off hooks of others.
+    """
+
+    def __init__(self, kept: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._insides = Insides()
+        self._kept = [(_memory(t), t) for t in kept]
+        self._before: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        """By id: what was written to, the memory it had, and what that held."""
+        self._writer = ""
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        with torch.no_grad():
+            for t, memory, before in self._before.values():
+                memory.copy_(before)
+                t.data = memory
+
+    def check(self) -> None:
+        """Raises a WriteError if something was written to."""
+        if self._before:
+            raise WriteError(self._writer)
+
+    def _keep(self, name: str, written: list[Tensor]) -> None:
+        memory = {_memory(t) for t in written} - {0}
+        for place, t in self._kept:
+            if place in memory and id(t) not in self._before:
+                self._before[id(t)], self._writer = (t, t.data, t.detach().clone()), name
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         name = op_name(func)
+        if self._kept:
+            self._keep(name, _written(func, name, args, kwargs))
         if name in DROPOUT and args:
             return args[0]
         if name in NOISE:
@@ -61,6 +93,16 @@ class Still(TorchFunctionMode):
                 Tensor.contiguous
             )  # torch 2.15's backward on the CPU is wrong for some strides of the gradient
         return out
+
+
+def _memory(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr() if has_memory(t) else 0
+
+
+def _written(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a call writes to, as far as its name and arguments tell: add_(t, ...), t[0] = ..., t.data = ..., out=t."""
+    is_set = name == "data" and len(args) == 2
+    return tensors_in((*(args[:1] if is_in_place(func) or is_set else ()), kwargs.get("out")))
 
 
 def _lowest(name: str, args: tuple, kwargs: dict[str, Any]) -> int:
@@ -96,13 +138,25 @@ def gpus_of(module: nn.Module) -> list[int]:
     return sorted({p.device.index or 0 for p in module.parameters() if p.is_cuda})
 
 
-def twin(module: nn.Module) -> nn.Module:
-    """The module once more with the same parameters: running it leaves buffers and attributes of the module alone."""
+def twin(module: nn.Module, *, own_parameters: bool = False) -> nn.Module:
+    """The module once more: running it leaves buffers and attributes of the module alone, and parameters if it has its `own`."""
+    return _twin(module, {id(p): _copied(p) for p in module.parameters()} if own_parameters else {})
+
+
+def _copied(p: Tensor) -> Tensor:
+    return nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
+
+
+def _twin(module: nn.Module, own: dict[int, Tensor]) -> nn.Module:
+    """The twin with these tensors in the place of parameters, by id, also of those in lists, as recurrent layers keep them."""
     copied = module.__class__.__new__(module.__class__)
+    instead = lambda v: own.get(id(v), v)
     attributes = {k: copy.copy(v) if isinstance(v, dict | list | set) else v for k, v in vars(module).items()}
+    attributes |= {k: list(map(instead, v)) for k, v in attributes.items() if own and type(v) is list}
     vars(copied).update(attributes)
+    vars(copied)["_parameters"] = {k: instead(p) for k, p in module._parameters.items()}
     vars(copied)["_buffers"] = {k: None if b is None else b.detach().clone() for k, b in module._buffers.items()}
-    vars(copied)["_modules"] = {k: None if m is None else twin(m) for k, m in module._modules.items()}
+    vars(copied)["_modules"] = {k: None if m is None else _twin(m, own) for k, m in module._modules.items()}
     return copied
 
 

@@ -12,7 +12,7 @@ from samplewise.losses import LossFn
 from samplewise.precision import rounded_kinds
 from samplewise.queries import Grads
 from samplewise.step import per_sample_step
-from samplewise.still import Still, attributes_put_back, same_randomness
+from samplewise.still import Still, WriteError, attributes_put_back, same_randomness
 from samplewise.unwatched import unwatched
 from samplewise.verification.alone import gradients_put_back
 from samplewise.verification.comparing import HALF, tolerance
@@ -50,8 +50,16 @@ def refuse_dependence(
 
     def found(rows: tuple, seed: int) -> Tensor:
         random = same_randomness(model, seed=seed)
-        with attributes_put_back(model), gradients_put_back(model), Still(), torch.enable_grad(), random:
-            return step(*rows).answer.double()
+        with (
+            attributes_put_back(model),
+            gradients_put_back(model),
+            Still(model.parameters()) as still,
+            torch.enable_grad(),
+            random,
+        ):
+            answer = step(*rows).answer.double()
+            _refuse_writes(still)
+        return answer
 
     whole, alone = found(batch, 0)[1:], found(fewer, 0)
     b = _first_off(whole, alone, allowed)
@@ -89,6 +97,17 @@ def _norms_and_dots(grads: Grads) -> Tensor:
 
 def _words(found_2: Tensor) -> str:
     return f"norm {found_2[0]:.6g} ({found_2[1]:.6g} along a direction)"
+
+
+def _refuse_writes(still: Still) -> None:
+    try:
+        still.check()
+    except WriteError as error:
+        raise SamplewiseError(
+            f"forward or loss_fn writes to a parameter ({error}), so that it cannot be run again to see whether what it gives a "
+            "sample depends on the others. Write to parameters after step(); or write the loop with backward and step(), where "
+            "this is not tried."
+        ) from error
 
 
 def _first_off(found_B2: Tensor, others_B2: Tensor, allowed_2: Tensor) -> int | None:

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
+from samplewise.errors import SamplewiseError
 from samplewise.intercept import paused
 from samplewise.opening import capture
 from samplewise.samples import Layout
-from samplewise.still import Still, attributes_put_back, same_randomness, twin
+from samplewise.still import Still, WriteError, attributes_put_back, same_randomness, twin
 from samplewise.verification.alone import fresh, run_alone
 from samplewise.verification.comparing import compared
 from samplewise.verification.outputs import backward_from, outputs_of, refuse_mixed
@@ -41,18 +42,36 @@ def verified(
     """What two samples, the first and the last, show: the batch is run captured, and each of them alone.
 
     `options` are those of `capture`; `marks`, by the id of an argument, say where samples lie in it if that is known already.
+    A forward that writes to its parameters is run on copies of them, or it would change the model as often as it is run.
     """
+    try:
+        return _verified(module, args, kwargs, options, marks or {}, own_parameters=False)
+    except WriteError:
+        pass
+    try:
+        return _verified(module, args, kwargs, options, marks or {}, own_parameters=True)
+    except WriteError as error:
+        raise SamplewiseError(
+            f"forward writes to a parameter ({error}) by a reference of its own to the model, so that it cannot be run on a copy and "
+            "was not verified. Write to parameters outside of forward, or turn the check off: capture(model, verify=False)."
+        ) from error
+
+
+def _verified(
+    module: nn.Module, args: tuple, kwargs: dict, options: dict[str, Any], marks: dict[int, Layout], *, own_parameters: bool
+) -> Verification:
     copies: list[tuple[Tensor, Layout]] = []
 
     def copied(t: Tensor) -> Tensor:
         own = t.detach().clone()
-        if marks is not None and id(t) in marks:
+        if id(t) in marks:
             copies.append((own, marks[id(t)]))
         return own
 
     args, kwargs = tree_map_only(Tensor, copied, (args, kwargs))
-    model = twin(module)
-    with attributes_put_back(module), Still(), torch.enable_grad():
+    twins = lambda: twin(module, own_parameters=own_parameters)
+    with attributes_put_back(module), Still(kept=module.parameters()) as still, torch.enable_grad():
+        model = twins()
         with capture(model, verify=False, **options) as grads:
             for t, layout in copies:
                 grads.marks.set(t, layout)
@@ -61,9 +80,11 @@ def verified(
             own, named = tree_map(fresh, (args, kwargs))
             with same_randomness(module):
                 out = model(*own, **named)
+            still.check()
             refuse_mixed(out, grads)
             with paused():
-                alone = {b: run_alone(b, module, grads, args, kwargs) for b in samples}
-            outputs = outputs_of(out, grads, alone)
+                alone = {b: run_alone(b, twins(), grads, args, kwargs) for b in samples}
+            still.check()
+            outputs = outputs_of(out, grads, {b: one.outputs for b, one in alone.items()})
             backward_from(outputs, grads)
-        return compared(grads, outputs, alone, module)
+        return compared(grads, outputs, alone)

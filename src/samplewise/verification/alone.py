@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,16 +14,24 @@ from torch.utils._pytree import tree_leaves, tree_map
 from samplewise.errors import SamplewiseError
 from samplewise.queries import Grads
 from samplewise.samples import Layout
-from samplewise.still import same_randomness, twin
+from samplewise.still import same_randomness
 
 
-def run_alone(b: int, module: nn.Module, grads: Grads, args: tuple, kwargs: dict) -> list[Tensor]:
-    """The outputs of the plain model for sample b."""
+@dataclass
+class Alone:
+    """A sample that was run alone."""
+
+    model: nn.Module
+    outputs: list[Tensor]
+
+
+def run_alone(b: int, model: nn.Module, grads: Grads, args: tuple, kwargs: dict) -> Alone:
+    """Runs the plain model on sample b."""
     own, named = tree_map(_alone(b, grads), (args, kwargs), is_leaf=lambda a: isinstance(a, PackedSequence))
     own, named = tree_map(fresh, (own, named))
     try:
-        with same_randomness(module):
-            return tensors_of(twin(module)(*own, **named))
+        with same_randomness(model):
+            return Alone(model, tensors_of(model(*own, **named)))
     except Exception as error:
         raise SamplewiseError(
             f"the model could not be run on sample {b} alone, so it was not verified ({type(error).__name__}: {error}). "
@@ -63,8 +72,10 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return found
 
 
-def gradients_of(total: Tensor, parameters: list[Tensor], module: nn.Module) -> list[Tensor | None]:
-    """Plain gradients, dense, with `.grad` of all parameters left as it is."""
+def gradients_of(total: Tensor, names: list[str], model: nn.Module) -> list[Tensor | None]:
+    """Plain gradients of the model's parameters of these names, dense, with `.grad` of all parameters left as it is."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    parameters = [named[name] for name in names]
     total = total.real if total.is_complex() else total
     try:
         truth = torch.autograd.grad(total, parameters, allow_unused=True, retain_graph=True)
@@ -74,7 +85,7 @@ def gradients_of(total: Tensor, parameters: list[Tensor], module: nn.Module) -> 
         if "use_reentrant" not in str(error):
             raise
     # autograd.grad does not see what lies in a reentrant checkpoint
-    with gradients_put_back(module):
+    with gradients_put_back(model):
         total.backward()
         return [_dense(p.grad) for p in parameters]
 

@@ -10,7 +10,7 @@ from torch.autograd.graph import Node
 
 from samplewise.precision import rounded_kinds
 from samplewise.queries import Grads
-from samplewise.verification.alone import gradients_of
+from samplewise.verification.alone import Alone, gradients_of
 from samplewise.verification.outputs import Loss, Output, term_of
 from samplewise.verification.table import Verification, row_of
 
@@ -23,22 +23,20 @@ HALF_SUMS = 0.75
 mistaken for one another are still off by more."""
 
 
-def compared(
-    grads: Grads, outputs: list[Output | Loss | None], alone: dict[int, list[Tensor]], module: nn.Module
-) -> Verification:
+def compared(grads: Grads, outputs: list[Output | Loss | None], alone: dict[int, Alone]) -> Verification:
     """The worst of all samples that were run alone, for each parameter; where outputs differ, gradients are not looked at."""
     dtypes = _dtypes(grads, outputs)
     rounded = rounded_kinds(grads.parameters.values(), dtypes)
-    rounds = rounded and rounded & _kinds(grads, [t for theirs in alone.values() for t in theirs])
+    rounds = rounded and rounded & _kinds(grads, [t for one in alone.values() for t in one.outputs])
     allowed = max(HALF if rounds else 0.0, *map(tolerance, dtypes))
     errors: dict[str, tuple[float, bool]] = dict.fromkeys(grads, (0.0, True))
     output_error = 0.0
-    for b, theirs in alone.items():
-        pairs = [(output, t) for output, t in zip(outputs, theirs, strict=False) if output is not None]
+    for b, one in alone.items():
+        pairs = [(output, t) for output, t in zip(outputs, one.outputs, strict=False) if output is not None]
         output_error = max([output_error, *(_output_error(o, t, b) for o, t in pairs if isinstance(o, Output))])
         if output_error > allowed:
             break
-        for name, (error, is_right) in _gradient_errors(grads, pairs, b, module, allowed).items():
+        for name, (error, is_right) in _gradient_errors(grads, pairs, b, one.model, allowed).items():
             worst, was_right = errors[name]
             errors[name] = max(worst, error), was_right and is_right
     rows = tuple(row_of(name, grads, error, is_right) for name, (error, is_right) in errors.items())
@@ -60,13 +58,13 @@ def _output_error(output: Output, alone: Tensor, b: int) -> float:
 
 
 def _gradient_errors(
-    grads: Grads, pairs: list[tuple[Output | Loss, Tensor]], b: int, module: nn.Module, allowed: float
+    grads: Grads, pairs: list[tuple[Output | Loss, Tensor]], b: int, model: nn.Module, allowed: float
 ) -> dict[str, tuple[float, bool]]:
     """{name: (error of the gradient of sample b, whether it is right)}; none where the sample has no gradient to compare."""
     total = reduce(torch.add, [term_of(output, t, b) for output, t in pairs], torch.zeros((), device="cpu"))
     if not total.requires_grad:
         return {}
-    truth = gradients_of(total, [grads.parameters[name] for name in grads], module)
+    truth = gradients_of(total, list(grads), model)
     overall = max((float(T.norm()) for T in truth if T is not None), default=0.0)
     if not math.isfinite(overall):
         return {}
