@@ -1,5 +1,6 @@
 """What changes between compiled steps is seen: what the query and the forward read, the model, and what torch is told."""
 
+import copy
 import functools
 import itertools
 import os
@@ -528,6 +529,82 @@ def test_all_ways_to_write_write_once_a_step(name, uncompiled):
         assert torch.equal(models[0].count, models[1].count)
         assert torch.equal(models[0].plain, models[1].plain)
     assert step.num_op_by_op == 2
+
+
+HALVES: dict[str, Callable[[Tensor], Any]] = {
+    "in-place": lambda p: p.mul_(0.5),
+    "data": lambda p: p.data.mul_(0.5),
+    "out": lambda p: torch.mul(p, 0.5, out=p),
+    "foreach": lambda p: torch._foreach_mul_([p], 0.5),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_parameters_are_written_once_a_step(name, uncompiled):
+    class Writing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                HALVES[name](self.weight)
+            return super().forward(x)
+
+    model = nn.Sequential(Writing(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    other = copy.deepcopy(model)
+    step = sw.per_sample_step(model, per_row, norms, compile=True)
+    op_by_op = sw.per_sample_step(other, per_row, norms)
+    for k, size in enumerate((4, 4, 6, 4, 7, 1, 4)):
+        batch = batch_of(size)
+        batch[0][0, 0] = float("inf") if k in (1, 5) else 0.0
+        for m in (model, other):
+            m.train(k != 3)
+        torch.testing.assert_close(step(*batch).answer, op_by_op(*batch).answer, equal_nan=True)
+        assert torch.equal(model[0].weight, other[0].weight)
+
+
+def test_a_step_that_puts_something_else_in_the_place_of_a_parameter_leaves_it_when_it_is_refused(uncompiled):
+    class Putting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data = self.weight.data * 0.5
+            return super().forward(x)
+
+    model = Putting(4, 3)
+    before = model.weight.detach().clone()
+    with pytest.raises(sw.SamplewiseError, match="compile=False"):
+        sw.per_sample_step(model, per_row, norms, compile=True)(*batch_of())
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("what", ["scale", "weight", "plain"])
+def test_what_the_first_step_makes_once_and_for_all_stays(what, verify, uncompiled):
+    """A flag beside a tensor that is set by the first batch: the first run is the step, with what it has drawn."""
+
+    class Lazy(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            self.register_buffer("scale", torch.ones(3, 4))
+            self.plain, self.is_made = torch.ones(3, 4), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.is_made:
+                with torch.no_grad():
+                    getattr(self, what).mul_(0.5)
+                self.is_made = True
+            return F.dropout(x, 0.5) @ (self.weight * self.scale * self.plain).T
+
+    model = Lazy()
+    other = copy.deepcopy(model)
+    step = sw.per_sample_step(model, per_row, norms, compile=True, verify=verify)
+    op_by_op = sw.per_sample_step(other, per_row, norms, verify=verify)
+    for k, size in enumerate((4, 4, 6, 4)):
+        batch, state = batch_of(size), torch.get_rng_state()
+        got, after = step(*batch).answer, torch.get_rng_state()
+        torch.set_rng_state(state)
+        want = op_by_op(*batch).answer
+        assert torch.equal(getattr(model, what), getattr(other, what))
+        if k == 0:
+            torch.testing.assert_close(got, want)
+            assert torch.equal(after, torch.get_rng_state())
+    assert step.num_op_by_op == 1 and step.why_op_by_op == "the first step makes what later ones read"
 
 
 @pytest.mark.parametrize(

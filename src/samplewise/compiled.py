@@ -14,10 +14,11 @@ from samplewise import sizes
 from samplewise.batches import has_rows, kind_of, resized, surroundings
 from samplewise.errors import SamplewiseError
 from samplewise.hints import hinted
+from samplewise.kept import Kept
 from samplewise.ops import cudnn  # noqa: F401  (registers its ops)
 from samplewise.replay import Recorder, values_of
 from samplewise.snapshot import Snapshot
-from samplewise.still import gpus_of
+from samplewise.still import RandomnessPutBack, gpus_of
 from samplewise.trace import Record, Run, Trace
 from samplewise.undo import Undo
 
@@ -92,7 +93,10 @@ class Compiled:
         kind = (spec, tuple(kind_of(leaf, self.batch_dim, size) for leaf in leaves), surroundings())
         graph, outputs = self._launched(kind, size, tensors)
         if graph is None:
-            family = self._family(kind, batch)
+            family, taken = self._family(kind, batch)
+            if taken:
+                self._note_op_by_op("the first step makes what later ones read")
+                return taken[0]
             graph = self._graph(family, size, batch)
             if graph is None:
                 return self._op_by_op(batch, f"a size beyond {MAX_SIZES}, and no graph serves all: {family.why_not}")
@@ -105,9 +109,12 @@ class Compiled:
         return graph.trace.result(outputs)
 
     def _op_by_op(self, batch: tuple, why: str) -> Any:
+        self._note_op_by_op(why)
+        return self.run(batch, Record(), verify=False)
+
+    def _note_op_by_op(self, why: str) -> None:
         self.num_op_by_op += 1
         self.why_op_by_op = why
-        return self.run(batch, Record(), verify=False)
 
     def _launched(self, kind: Any, size: int, tensors: list[Tensor]) -> tuple[Graph | None, list[Tensor] | None]:
         """The graph of the last step of this kind and what it gives, if it holds for this one.
@@ -124,47 +131,72 @@ class Compiled:
             return None, None
         return (graph, outputs) if family.snapshot.change() is None else (None, None)
 
-    def _family(self, kind: Any, batch: tuple) -> Family:
+    def _family(self, kind: Any, batch: tuple) -> tuple[Family, list[Any]]:
+        """The family of such steps, and if it is new and the step was taken to make it, the result."""
         families, change = self._families.setdefault(kind, []), None
         for family in families:
             change = family.snapshot.change()
             if change is None:
-                return family
+                return family, []
         if len(families) == MAX_FAMILIES:
             raise SamplewiseError(
                 f"the step was compiled {MAX_FAMILIES} times for one kind of batch, because {change!r}, which its code reads, "
                 "keeps changing. Let the code read a tensor in its place, or take the step op by op: compile=False."
             )
-        families.insert(0, Family(self._settled(batch)))
-        return families[0]
+        snapshot, taken = self._settled(batch)
+        families.insert(0, Family(snapshot))
+        return families[0], taken
 
-    def _settled(self, batch: tuple) -> Snapshot:
+    def _settled(self, batch: tuple) -> tuple[Snapshot, list[Any]]:
         """What the step's code reads, once taking the step changes nothing of it; what only running shows is refused here.
 
-        Buffers, other tensors that code has at hand, the batch and torch's generators are left as they were: the step itself is taken
-        by the graph.
+        Parameters, buffers, other tensors that code has at hand, the batch and torch's generators are left as they were: the step
+        itself is taken by the graph. Not so where code makes something once and for all, a flag beside a buffer that it sets to the
+        first batch: then the first run is the step, and its result is given too.
         """
         snapshot = Snapshot(self.model, *self.functions)
-        undo = Undo(t for t in (*snapshot.tensors(), *tree_leaves(batch)) if isinstance(t, Tensor))
-        try:
-            with torch.random.fork_rng(gpus_of(self.model)):
-                return self._tried(batch, snapshot)
-        finally:
+        undo = self._undo(snapshot, batch)
+        with Kept(self.model.parameters()) as kept, RandomnessPutBack(gpus_of(self.model)) as randomness:
+            try:
+                result = self._tried(batch, snapshot)
+                if snapshot.change() is None:
+                    undo()
+                    return snapshot, []
+                is_step = undo.is_due() or kept.has_writes
+                snapshot = self._unchanged(batch)
+            except BaseException:
+                undo()
+                raise
+            if is_step:
+                kept.let_go()
+                randomness.let_go()
+                return snapshot, [result]
             undo()
+        return snapshot, []
 
-    def _tried(self, batch: tuple, snapshot: Snapshot) -> Snapshot:
+    def _undo(self, snapshot: Snapshot, batch: tuple) -> Undo:
+        return Undo(t for t in (*snapshot.tensors(), *tree_leaves(batch)) if isinstance(t, Tensor))
+
+    def _tried(self, batch: tuple, snapshot: Snapshot) -> Any:
         grads = [(t, t.grad, None if t.grad is None else t.grad._version) for t in snapshot.leaves()]
-        self.run(batch, Record(), verify=self.verify)
+        result = self.run(batch, Record(), verify=self.verify)
         for t, grad, version in grads:
             if t.grad is not grad or (grad is not None and grad._version != version):
                 raise SamplewiseError(
                     f"the step gives a gradient to a tensor {tuple(t.shape)} that is not a parameter of the model, which a compiled "
                     "step would not. Make it a parameter of the model, or take the step op by op: compile=False."
                 )
-        if snapshot.change() is None:
-            return snapshot
-        snapshot = Snapshot(self.model, *self.functions)  # what the first run made for later ones is there now
-        self.run(batch, Record(), verify=False)
+        return result
+
+    def _unchanged(self, batch: tuple) -> Snapshot:
+        """What the code reads now that a first run has made what is there for later ones; refused if the next changes it again."""
+        snapshot = Snapshot(self.model, *self.functions)
+        undo = self._undo(snapshot, batch)
+        try:
+            with Kept(self.model.parameters()), RandomnessPutBack(gpus_of(self.model)):
+                self.run(batch, Record(), verify=False)
+        finally:
+            undo()
         change = snapshot.change()
         if change is not None:
             raise SamplewiseError(
@@ -197,7 +229,8 @@ class Compiled:
         """The step written down; tensors are left as they were, for torch works with the values of small ones while it traces."""
         undo = Undo(family.snapshot.tensors())
         try:
-            return Trace(self.model, self.run, batch, record)
+            with Kept(self.model.parameters()):
+                return Trace(self.model, self.run, batch, record)
         finally:
             undo()
 

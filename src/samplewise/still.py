@@ -3,7 +3,7 @@
 import copy
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from samplewise.flow.call import is_in_place, op_name, tensors_in
+from samplewise.flow.call import op_name
 from samplewise.inside import Insides
-from samplewise.marks import has_memory
 from samplewise.undo import Undo
 
 DROPOUT = set("dropout alpha_dropout feature_dropout feature_alpha_dropout native_dropout".split())
@@ -24,47 +23,16 @@ NOISE = {
 """What a random number is replaced by, so that it does not depend on how many are drawn."""
 
 
-class WriteError(Exception):
-    """Something was written to that is to stay as it is; it has been put back."""
-
-
 class Still(TorchFunctionMode):
-    """Runs random ops without their randomness; what is written to `kept` inside is put back at the end.
+    """Runs random ops without their randomness."""
 
-    Writes are found out and not refused: a forward that raises would set off hooks of others.
-    """
-
-    def __init__(self, kept: Iterable[Tensor] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self._insides = Insides()
-        self._kept = [(_memory(t), t) for t in kept]
-        self._before: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        """By id: what was written to, the memory it had, and what that held."""
-        self._writer = ""
-
-    def __exit__(self, *args: Any) -> None:
-        super().__exit__(*args)
-        with torch.no_grad():
-            for t, memory, before in self._before.values():
-                memory.copy_(before)
-                t.data = memory
-
-    def check(self) -> None:
-        """Raises a WriteError if something was written to."""
-        if self._before:
-            raise WriteError(self._writer)
-
-    def _keep(self, name: str, written: list[Tensor]) -> None:
-        memory = {_memory(t) for t in written} - {0}
-        for place, t in self._kept:
-            if place in memory and id(t) not in self._before:
-                self._before[id(t)], self._writer = (t, t.data, t.detach().clone()), name
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         name = op_name(func)
-        if self._kept:
-            self._keep(name, _written(func, name, args, kwargs))
         if name in DROPOUT and args:
             return args[0]
         if name in NOISE:
@@ -95,16 +63,6 @@ class Still(TorchFunctionMode):
         return out
 
 
-def _memory(t: Tensor) -> int:
-    return t.untyped_storage().data_ptr() if has_memory(t) else 0
-
-
-def _written(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that a call writes to, as far as its name and arguments tell: add_(t, ...), t[0] = ..., t.data = ..., out=t."""
-    is_set = name == "data" and len(args) == 2
-    return tensors_in((*(args[:1] if is_in_place(func) or is_set else ()), kwargs.get("out")))
-
-
 def _lowest(name: str, args: tuple, kwargs: dict[str, Any]) -> int:
     """The least number that randint(high, size), randint(low, high, size) or randint_like(t, [low,] high) gives.
 
@@ -133,6 +91,27 @@ def same_randomness(module: nn.Module, *, seed: int = 0) -> Iterator[None]:
             numpy.random.set_state(numpy_state)
 
 
+class RandomnessPutBack:
+    """Torch's generators as they were, at the end of the block."""
+
+    def __init__(self, gpus: list[int]):
+        self._gpus, self._is_let_go = gpus, False
+
+    def __enter__(self) -> "RandomnessPutBack":
+        self._state = torch.get_rng_state(), [torch.cuda.get_rng_state(gpu) for gpu in self._gpus]
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if not self._is_let_go:
+            torch.set_rng_state(self._state[0])
+            for gpu, state in zip(self._gpus, self._state[1], strict=True):
+                torch.cuda.set_rng_state(state, gpu)
+
+    def let_go(self) -> None:
+        """Lets what was drawn be drawn."""
+        self._is_let_go = True
+
+
 def gpus_of(module: nn.Module) -> list[int]:
     """The numbers of the GPUs that its parameters are on."""
     return sorted({p.device.index or 0 for p in module.parameters() if p.is_cuda})
@@ -153,6 +132,7 @@ def _twin(module: nn.Module, own: dict[int, Tensor]) -> nn.Module:
     instead = lambda v: own.get(id(v), v)
     attributes = {k: copy.copy(v) if isinstance(v, dict | list | set) else v for k, v in vars(module).items()}
     attributes |= {k: list(map(instead, v)) for k, v in attributes.items() if own and type(v) is list}
+    attributes |= {k: v.clone() for k, v in attributes.items() if type(v) is Tensor and not v.requires_grad}
     vars(copied).update(attributes)
     vars(copied)["_parameters"] = {k: instead(p) for k, p in module._parameters.items()}
     vars(copied)["_buffers"] = {k: None if b is None else b.detach().clone() for k, b in module._buffers.items()}

@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samplewise.errors import SamplesMixError, SamplewiseError
+from samplewise.kept import Kept, WriteError
 from samplewise.losses import LossFn
 from samplewise.precision import rounded_kinds
 from samplewise.queries import Grads
 from samplewise.step import per_sample_step
-from samplewise.still import Still, WriteError, attributes_put_back, same_randomness
+from samplewise.still import Still, attributes_put_back, same_randomness
 from samplewise.unwatched import unwatched
 from samplewise.verification.alone import gradients_put_back
 from samplewise.verification.comparing import HALF, tolerance
@@ -53,12 +54,13 @@ def refuse_dependence(
         with (
             attributes_put_back(model),
             gradients_put_back(model),
-            Still(model.parameters()) as still,
+            Kept(model.parameters()) as kept,
+            Still(),
             torch.enable_grad(),
             random,
         ):
             answer = step(*rows).answer.double()
-            _refuse_writes(still)
+            _refuse_writes(kept)
         return answer
 
     whole, alone = found(batch, 0)[1:], found(fewer, 0)
@@ -99,9 +101,9 @@ def _words(found_2: Tensor) -> str:
     return f"norm {found_2[0]:.6g} ({found_2[1]:.6g} along a direction)"
 
 
-def _refuse_writes(still: Still) -> None:
+def _refuse_writes(kept: Kept) -> None:
     try:
-        still.check()
+        kept.check()
     except WriteError as error:
         raise SamplewiseError(
             f"forward or loss_fn writes to a parameter ({error}), so that it cannot be run again to see whether what it gives a "

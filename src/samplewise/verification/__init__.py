@@ -8,9 +8,10 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from samplewise.errors import SamplewiseError
 from samplewise.intercept import paused
+from samplewise.kept import Kept, WriteError
 from samplewise.opening import capture
 from samplewise.samples import Layout
-from samplewise.still import Still, WriteError, attributes_put_back, same_randomness, twin
+from samplewise.still import Still, attributes_put_back, same_randomness, twin
 from samplewise.verification.alone import fresh, run_alone
 from samplewise.verification.comparing import compared
 from samplewise.verification.outputs import backward_from, outputs_of, refuse_mixed
@@ -70,7 +71,7 @@ def _verified(
 
     args, kwargs = tree_map_only(Tensor, copied, (args, kwargs))
     twins = lambda: twin(module, own_parameters=own_parameters)
-    with attributes_put_back(module), Still(kept=module.parameters()) as still, torch.enable_grad():
+    with attributes_put_back(module), Kept(module.parameters()) as kept, Still(), torch.enable_grad():
         model = twins()
         with capture(model, verify=False, **options) as grads:
             for t, layout in copies:
@@ -80,11 +81,11 @@ def _verified(
             own, named = tree_map(fresh, (args, kwargs))
             with same_randomness(module):
                 out = model(*own, **named)
-            still.check()
+            kept.check()
             refuse_mixed(out, grads)
             with paused():
                 alone = {b: run_alone(b, twins(), grads, args, kwargs) for b in samples}
-            still.check()
+            kept.check()
             outputs = outputs_of(out, grads, {b: one.outputs for b, one in alone.items()})
             backward_from(outputs, grads)
         return compared(grads, outputs, alone)
