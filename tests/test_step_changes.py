@@ -607,6 +607,21 @@ def test_what_the_first_step_makes_once_and_for_all_stays(what, verify, uncompil
     assert step.num_op_by_op == 1 and step.why_op_by_op == "the first step makes what later ones read"
 
 
+def test_a_first_step_that_goes_another_way_is_taken_that_way(uncompiled):
+    class Starting(nn.Linear):
+        has_run = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            scale, self.has_run = (1.0 if self.has_run else 0.1), True
+            return super().forward(x) * scale
+
+    model = Starting(4, 3)
+    step, op_by_op = both(model)[0], both(copy.deepcopy(model))[1]
+    for size in (4, 4, 6):
+        batch = batch_of(size)
+        assert error(step(*batch).answer, op_by_op(*batch).answer) < 1e-9
+
+
 @pytest.mark.parametrize(
     "draw",
     [

@@ -151,28 +151,24 @@ class Compiled:
         """What the step's code reads, once taking the step changes nothing of it; what only running shows is refused here.
 
         Parameters, buffers, other tensors that code has at hand, the batch and torch's generators are left as they were: the step
-        itself is taken by the graph. Not so where code makes something once and for all, a flag beside a buffer that it sets to the
-        first batch: then the first run is the step, and its result is given too.
+        itself is taken by the graph. Not so where code makes something for good, a cache, or a flag beside a buffer that it sets to
+        the first batch: then the first run is the step, and its result is given too.
         """
         snapshot = Snapshot(self.model, *self.functions)
         undo = self._undo(snapshot, batch)
         with Kept(self.model.parameters()) as kept, RandomnessPutBack(gpus_of(self.model)) as randomness:
             try:
                 result = self._tried(batch, snapshot)
-                if snapshot.change() is None:
-                    undo()
-                    return snapshot, []
-                is_step = undo.is_due() or kept.has_writes
-                snapshot = self._unchanged(batch)
+                later = snapshot if snapshot.change() is None else self._unchanged(batch)
             except BaseException:
                 undo()
                 raise
-            if is_step:
-                kept.let_go()
-                randomness.let_go()
-                return snapshot, [result]
-            undo()
-        return snapshot, []
+            if later is snapshot:
+                undo()
+                return snapshot, []
+            kept.let_go()
+            randomness.let_go()
+        return later, [result]
 
     def _undo(self, snapshot: Snapshot, batch: tuple) -> Undo:
         return Undo(t for t in (*snapshot.tensors(), *tree_leaves(batch)) if isinstance(t, Tensor))

@@ -45,17 +45,13 @@ class Kept(TorchFunctionMode):
                 held.copy_(before)
                 t.data = held
 
-    @property
-    def has_writes(self) -> bool:
-        return bool(self._before)
-
     def let_go(self) -> None:
         """Lets what was written stay."""
         self._before.clear()
 
     def check(self) -> None:
         """Raises a WriteError if something was written to."""
-        if self.has_writes:
+        if self._before:
             raise WriteError(self._writer)
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

@@ -1,6 +1,6 @@
 """Tensors put back as they were, where code has to run twice that writes to them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -22,15 +22,9 @@ class Undo:
 
     def __call__(self) -> None:
         with torch.no_grad():
-            for t, before in self._written():
-                t.copy_(before)
-
-    def is_due(self) -> bool:
-        """Whether something was written to."""
-        return any(True for _ in self._written())
-
-    def _written(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return ((t, before) for t, version, before in self._before if t._version != version or _differs(t, before))
+            for t, version, before in self._before:
+                if t._version != version or _differs(t, before):
+                    t.copy_(before)
 
 
 def _differs(t: Tensor, before: Tensor) -> bool:
