@@ -12,6 +12,9 @@ from samplewise.flow.call import is_in_place, op_name, tensors_in
 from samplewise.inside import Insides
 from samplewise.marks import has_memory
 
+NO_WRITES = set("requires_grad detach share_memory".split())
+"""Ops called requires_grad_ and so on, which change no value."""
+
 
 class WriteError(Exception):
     """Something was written to that is to stay as it is; it is put back."""
@@ -57,8 +60,8 @@ class Kept(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         name = op_name(func)
-        is_set = name == "data" and len(args) == 2
-        self._keep(name, tensors_in((*(args[:1] if is_in_place(func) or is_set else ()), kwargs.get("out"))))
+        writes = (is_in_place(func) and name not in NO_WRITES) or (name == "data" and len(args) == 2)
+        self._keep(name, tensors_in((*(args[:1] if writes else ()), kwargs.get("out"))))
         out = self._insides.run(self, func, args, kwargs)
         return func(*args, **kwargs) if out is NotImplemented else out
 
