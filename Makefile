@@ -42,6 +42,7 @@ bench: .venv/bench
 
 coverage: .venv/dev .venv/bench
 	$(BIN)/python benchmarks/coverage.py
+	$(BIN)/python benchmarks/coverage.py --of models
 
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/test_gpu.py tests/test_kernels.py -W default
