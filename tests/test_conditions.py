@@ -859,6 +859,23 @@ def test_a_forward_that_writes_to_parameters_by_another_way_to_them_is_not_run_t
     assert torch.equal(model.b.weight, before)
 
 
+LAZY_WAYS: dict[str, Callable[[nn.Module, Tensor], object]] = {
+    "capture": lambda model, x: run_capture(model, rows, x),
+    "verify": sw.verify,
+    "step": lambda model, x: sw.per_sample_step(model, rows, lambda grads: grads.norms())(x),
+    "compiled": lambda model, x: sw.per_sample_step(model, rows, lambda grads: grads.norms(), compile=True)(x),
+}
+
+
+@pytest.mark.parametrize("way", LAZY_WAYS)
+def test_lazy_modules_are_refused_until_they_have_run(way):
+    model, x = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2)).double(), data(B, D)
+    with pytest.raises(SamplewiseError, match="lazy"):
+        LAZY_WAYS[way](model, x)
+    model(x)
+    LAZY_WAYS[way](model, x)
+
+
 # --- what verification catches -----------------------------------------------------------------------------------------------
 
 MIXING = {

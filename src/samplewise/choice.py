@@ -4,6 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from samplewise.errors import SamplewiseError
 
 Named = list[tuple[str, nn.Module]]
 """Modules with their names, a dot behind each; the model's own is empty."""
@@ -42,12 +45,22 @@ def _named_parameters(model: nn.Module, parts: Named) -> list[tuple[str, Tensor]
     ]
 
 
+def refuse_lazy(parameters: Iterable[tuple[str, Tensor]]) -> None:
+    for name, p in parameters:
+        if is_lazy(p):
+            raise SamplewiseError(
+                f"parameter {name!r} of a lazy module has no shape yet, so it cannot be told where it is used. Call the model once on "
+                "a batch before, as its optimizer needs it too."
+            )
+
+
 def captured_parameters(
     model: nn.Module, parts: Named, params: Iterable[str] | None, exclude: Iterable[str]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The trainable parameters to capture by their first name, and for every name of them that first name."""
     wanted, unwanted = (None if names is None else _patterns(names) for names in (params, exclude))
     trainable = [(name, p) for name, p in _named_parameters(model, parts) if p.requires_grad]
+    refuse_lazy(trainable)
     for pattern in [*(wanted or ()), *(unwanted or ())]:
         if not any(fnmatchcase(name, pattern) for name, _ in trainable):
             raise ValueError(f"no trainable parameter is called {pattern!r}")

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from samplewise import sizes
 from samplewise.batches import has_rows, kind_of, resized, surroundings
+from samplewise.choice import refuse_lazy
 from samplewise.errors import SamplewiseError
 from samplewise.hints import hinted
 from samplewise.kept import Kept
@@ -154,6 +155,7 @@ class Compiled:
         itself is taken by the graph. Not so where code makes something for good, a cache, or a flag beside a buffer that it sets to
         the first batch: then the first run is the step, and its result is given too.
         """
+        refuse_lazy(self.model.named_parameters())
         snapshot = Snapshot(self.model, *self.functions)
         undo = self._undo(snapshot, batch)
         with Kept(self.model.parameters()) as kept, RandomnessPutBack(gpus_of(self.model)) as randomness:

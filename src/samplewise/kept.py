@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -75,4 +76,4 @@ class Kept(TorchFunctionMode):
 
 
 def _memory(t: Tensor) -> int:
-    return t.untyped_storage()._cdata if has_memory(t) else 0
+    return t.untyped_storage()._cdata if not is_lazy(t) and has_memory(t) else 0
