@@ -80,9 +80,10 @@ class Trace:
         except SamplewiseError:
             raise
         except Exception as error:  # whatever code does with tensors that have no values
+            of_values = isinstance(error, OF_VALUES) or "SymInt" in str(error)  # a size that only values tell
             why = (
                 "what it does depends on values, of the batch or drawn at random"
-                if isinstance(error, OF_VALUES)
+                if of_values
                 else "its code cannot be traced"
             )
             raise SamplewiseError(
