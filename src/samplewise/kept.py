@@ -15,6 +15,8 @@ from samplewise.marks import has_memory
 
 NO_WRITES = set("requires_grad detach share_memory".split())
 """Ops called requires_grad_ and so on, which change no value."""
+HANDING_OUT = set("numpy array dlpack".split())
+"""What gives memory to somebody who may write to it unseen."""
 
 
 class WriteError(Exception):
@@ -61,7 +63,7 @@ class Kept(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         name = op_name(func)
-        writes = (is_in_place(func) and name not in NO_WRITES) or (name == "data" and len(args) == 2)
+        writes = (is_in_place(func) and name not in NO_WRITES) or name in HANDING_OUT or (name == "data" and len(args) == 2)
         self._keep(name, tensors_in((*(args[:1] if writes else ()), kwargs.get("out"))))
         out = self._insides.run(self, func, args, kwargs)
         return func(*args, **kwargs) if out is NotImplemented else out
