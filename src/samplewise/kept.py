@@ -13,8 +13,6 @@ from samplewise.flow.call import is_in_place, op_name, tensors_in
 from samplewise.inside import Insides
 from samplewise.marks import has_memory
 
-NO_WRITES = set("requires_grad detach share_memory".split())
-"""Ops called requires_grad_ and so on, which change no value."""
 HANDING_OUT = set("numpy array dlpack".split())
 """What gives memory to somebody who may write to it unseen."""
 
@@ -63,7 +61,7 @@ class Kept(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         name = op_name(func)
-        writes = (is_in_place(func) and name not in NO_WRITES) or name in HANDING_OUT or (name == "data" and len(args) == 2)
+        writes = is_in_place(func) or name in HANDING_OUT or (name == "data" and len(args) == 2)
         self._keep(name, tensors_in((*(args[:1] if writes else ()), kwargs.get("out"))))
         out = self._insides.run(self, func, args, kwargs)
         return func(*args, **kwargs) if out is NotImplemented else out
