@@ -1,7 +1,7 @@
 """Parameters that code writes to while it is only tried out, put back."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -41,9 +41,17 @@ class Kept(TorchFunctionMode):
         self._before: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         """By id: what was written to, on the memory it had, and what that held."""
         self._writer = ""
+        self._depth = 0
+
+    def __enter__(self) -> Self:
+        self._depth += 1
+        return super().__enter__()
 
     def __exit__(self, *args: Any) -> None:
         super().__exit__(*args)
+        self._depth -= 1
+        if self._depth:  # entered again, to look inside a function
+            return
         with torch.no_grad():
             for t, held, before in self._before.values():
                 held.copy_(before)
