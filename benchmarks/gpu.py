@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpu_jobs import MOST_GIB, Job, import_once, measure, rates_alone
+from gpu_jobs import Job, import_once, measure, rates_alone
 from gpu_methods import METHODS
 from gpu_models import ROWS
 from gpu_results import Results, device_name, machine
@@ -53,8 +53,8 @@ def main() -> None:
     import_once(options.rows)
     with tempfile.TemporaryDirectory() as folder:
         how = (options, Path(folder), until, results.check, rates_alone(options))
-        alone = [Job(*job.key, others=False) for job in jobs if job.most_gib > MOST_GIB]
-        beside = [job for job in jobs if job.most_gib <= MOST_GIB]
+        alone = [Job(*job.key, others=False) for job in jobs if job.needs_all]
+        beside = [job for job in jobs if not job.needs_all]
         for job in [*report(measure(beside, *how), results, run), *alone]:
             report(measure([job], *how), results, run)
     print(results.path.with_suffix(".md").read_text())

@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 SPARE_GIB = 8
 """Contexts of processes, and what a reckoning of memory may be off by."""
 MOST_GIB = 80
-"""Of a job beside others. One that needs more, or finds too little, is run alone in the end."""
+"""Of a job beside others. One that needs as much, or finds too little, is run alone in the end."""
 SECONDS_TO_ALLOCATE = 15
 """From when a job is let in until what it takes shows in the device's own count; a heavy one's is counted until it is ready."""
 SECONDS_TO_SETTLE = 0.3
@@ -81,12 +81,18 @@ class Job:
 
     @property
     def most_gib(self) -> float:
-        """What it takes while it runs."""
+        """What it takes until it is ready. samplewise runs a step op by op before it compiles it."""
         if self.method == TRUTH:
             return self.gib
         method = METHODS[self.method]
         holds_gradients = method.library.startswith(("vmap", "BackPACK"))
-        return self.gib * (0.5 if method.compiled else 1) * (2 if holds_gradients else 1)
+        is_eager_first = not method.compiled or method.library.startswith("samplewise")
+        return self.gib * (1 if is_eager_first else 0.5) * (2 if holds_gradients else 1)
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether it is run alone. A truth is not: others wait for it."""
+        return self.first > 0 and self.most_gib >= MOST_GIB
 
     def start(
         self,

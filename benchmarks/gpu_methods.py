@@ -68,12 +68,12 @@ def then_clipped(build: Build) -> Build:
 # --- plain training -------------------------------------------------------------------------------------------------------------
 
 
-def plain(compiled: bool) -> Build:
-    """zero_grad, forward, backward; compiled is forward and loss under torch.compile's default mode."""
+def plain(mode: str | None) -> Build:
+    """zero_grad, forward, backward; with a mode of torch.compile, forward and loss are compiled in it."""
 
     def build(model: nn.Module, loss_fn: LossFn, batch: tuple[Tensor, ...]) -> Step:
         total = lambda *batch: loss_fn(model, *batch).sum()
-        total = torch.compile(total) if compiled else total
+        total = torch.compile(total, mode=mode) if mode else total
 
         def step() -> None:
             model.zero_grad(set_to_none=True)
@@ -219,8 +219,9 @@ def backpack(model: nn.Module, loss_fn: LossFn, batch: tuple[Tensor, ...]) -> St
 METHODS = {
     method.name: method
     for method in (
-        Method("plain eager", "plain", plain(False)),
-        Method("plain compiled", "plain", plain(True), compiled=True),
+        Method("plain eager", "plain", plain(None)),
+        Method("plain compiled", "plain", plain("default"), compiled=True),
+        Method("plain compiled, CUDA graphs", "plain", plain("reduce-overhead"), compiled=True),
         *(Method("samplewise eager", answer, samplewise(answer, False)) for answer in QUERIES),
         *(Method("samplewise compiled", answer, samplewise(answer, True), compiled=True) for answer in QUERIES),
         Method("torch ExpandedWeights", "gradients", expanded_weights),

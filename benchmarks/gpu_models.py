@@ -232,7 +232,7 @@ ROWS = {
         Row("llama", "Llama-1B shape B4 T2048", llama, tokens, next_token_loss, LLAMA,
             {**SMALL_TEXT, "width": 1024}, TINY_TEXT, HF_LLAMA, 40, (), untied),
         Row("llama-lora", "Llama-1B shape, LoRA r16, B4 T2048", llama_lora, tokens, next_token_loss, {**LLAMA, "rank": 16},
-            {**SMALL_TEXT, "width": 1024}, {**TINY_TEXT, "rank": 4}, "peft", 39),
+            {**SMALL_TEXT, "width": 1024}, {**TINY_TEXT, "rank": 4}, "peft", 40),
         Row("vit", "ViT-B/16 B64", vit, images, class_loss, {"B": 64, "size": 224, "layers": 12, "width": 768, "classes": 1000},
             {"B": 3, "size": 64, "layers": 2}, {"B": 3, "size": 32, "layers": 1, "width": 32, "classes": 10}, HF_VIT, 12),
         Row("resnet18", "ResNet-18/GN 32×32 B256", resnet18, images, class_loss,

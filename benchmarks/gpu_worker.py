@@ -122,19 +122,6 @@ def out_of_memory(error: BaseException) -> bool:
     return any(words in str(error) for words in ("out of memory", "ALLOC_FAILED"))
 
 
-def patiently(step: Step, device: str) -> Any:
-    """What the step gives; where others have the memory that it needs, it is tried a few times."""
-    for _ in range(3):
-        try:
-            return step()
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-        release(device)
-        time.sleep(10)
-    return step()
-
-
 def release(device: str) -> None:
     gc.collect()
     if device == "cuda":
@@ -234,14 +221,14 @@ def prepare(row: Row, dtype: str, device: str, path: Path, method: Method, known
     facts |= {"changes": changes} if changes else {}
     step = method.build(model, row.loss_fn, batch)
     with memory_given_back(device, method):
-        answer = patiently(step, device)
+        answer = step()
     if method.answer != "plain" and "untied head" not in changes:
         facts |= full_error(answer, method, path)
     del answer
     release(device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    patiently(step, device)
+    step()
 
     def time_alone(seconds: float) -> dict[str, Any]:
         times = timed(step, device, seconds)
