@@ -32,8 +32,6 @@ MOST_GIB = 80
 """Of a job beside others. One that needs as much, or finds too little, is run alone in the end."""
 SECONDS_TO_ALLOCATE = 15
 """From when a job is let in until what it takes shows in the device's own count; a heavy one's is counted until it is ready."""
-SECONDS_TO_SETTLE = 0.3
-"""What a device has queued of processes that were stopped is done by then."""
 DONE = ("timed", "failed", "out of time")
 
 
@@ -192,7 +190,7 @@ def measure(
 
     As many get ready at once as there are slots. One that is ready is timed at once, with all others stopped, and makes room.
     `check` gives what the check of a row's method on a few samples has found, if it was run; what failed it is not run again.
-    `rates` are what samplewise plans by, for each dtype.
+    `rates` are what the device does in a second, for each dtype.
     """
     heard: queue.Queue = queue.Queue()
     waiting, running, ending = list(jobs), [], []
@@ -229,7 +227,7 @@ def measure(
 
 
 def rates_alone(options: argparse.Namespace) -> dict[str, Any]:
-    """{dtype: rates by which samplewise plans}, measured while no other process runs: those that get ready side by side cannot."""
+    """{dtype: what the device does in a second}, measured while no other process runs: those that get ready side by side cannot."""
     ask = [
         sys.executable,
         str(HERE / "gpu.py"),
@@ -290,7 +288,6 @@ def take_turn(job: Job, others: list[Job], options: argparse.Namespace, heard: q
     begin = time.monotonic()
     for other in others:
         other.stop()
-    time.sleep(SECONDS_TO_SETTLE)
     job.tell("go", options.limit)
     while job.state == "ready":
         listen([job], heard, folder, waits=("ready",))

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch._inductor.config
-from gpu_floor import floor, layers_of, measured_rates
+from gpu_floor import Rates, floor, layers_of, measured_rates
 from gpu_methods import (
     MAX_NORM,
     METHODS,
@@ -42,7 +42,8 @@ from samplewise import plan
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TRUTH = "truth"
-"""The process of each row that is no method: it runs one backward a sample in float32, and measures the device's rates."""
+"""The process of each row that is no method: it runs one backward a sample in float32, and reckons the floor."""
+SECONDS_AT_REST = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +58,8 @@ class Given:
     truth: Path
     small_error: float | None
     """The error on a few samples, if another dtype's process has found it."""
-    rates: dict[str, float]
-    """What samplewise plans by: `print_rates`."""
+    rates: dict[str, dict[str, float]]
+    """What the device does in a second: `print_rates`."""
     num_threads: int
     """Of the compiler."""
     log: Path
@@ -100,15 +101,17 @@ def work(given: Given, connection: Connection) -> None:
 def run(given: Given) -> None:
     warnings.filterwarnings("ignore")
     device = "cpu" if given.tiny else "cuda"
-    Samplewise.rates = plan.Rates(**given.rates)
+    Samplewise.rates = plan.Rates(**given.rates["plan"])
     row = (ROWS[given.row], given.dtype, device, given.truth)
     try:
-        time_alone = (
-            prepare_truth(*row) if given.method == TRUTH else prepare(*row, METHODS[given.method], given.small_error)
-        )
+        if given.method == TRUTH:
+            time_alone = prepare_truth(*row, Rates(**given.rates["floor"]))
+        else:
+            time_alone = prepare(*row, METHODS[given.method], given.small_error)
         release(device)
         say("ready", more_gib=more_gib(device))
         hear("go")
+        wait_for_rest(device)
         begin = time.time()
         facts = time_alone(given.seconds)
         say("timed", **facts, turn=[begin, time.time()])
@@ -136,9 +139,32 @@ def more_gib(device: str) -> float:
     return (torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()) / 2**30
 
 
+def wait_for_rest(device: str) -> None:
+    """Until the device does nothing for others: what it had queued of processes that were stopped, it still does."""
+    if device == "cpu":
+        return
+    probe = torch.zeros((), device=device)
+    begin = rests_since = time.perf_counter()
+    while time.perf_counter() - rests_since < SECONDS_AT_REST:
+        start = time.perf_counter()
+        if start - begin > 60:
+            raise TimeoutError("the device does not come to rest")
+        probe.add_(1)
+        torch.cuda.synchronize()
+        if time.perf_counter() - start > 1e-3:  # others had it meanwhile, for milliseconds at a time
+            rests_since = time.perf_counter()
+
+
 def print_rates(device: str, dtypes: list[str]) -> None:
-    """{dtype: what the device does in a second}, for samplewise's plans in the processes that run side by side."""
-    print(json.dumps({dtype: dataclasses.asdict(plan.measured_rates(device, DTYPES[dtype])) for dtype in dtypes}))
+    """{dtype: what the device does in a second}, as samplewise plans by and as the floor counts; nothing else may run on it."""
+    rates = {
+        dtype: {
+            "plan": dataclasses.asdict(plan.measured_rates(device, DTYPES[dtype])),
+            "floor": measured_rates(device, DTYPES[dtype])._asdict(),
+        }
+        for dtype in dtypes
+    }
+    print(json.dumps(rates))
 
 
 # --- truth ----------------------------------------------------------------------------------------------------------------------
@@ -164,8 +190,8 @@ def allow_tf32(allow: bool) -> None:
     torch.backends.cudnn.allow_tf32 = allow
 
 
-def prepare_truth(row: Row, dtype: str, device: str, path: Path) -> Any:
-    """Writes norms and clipped sum of the full batch, and how far the same loop is off in `dtype`; then times the device."""
+def prepare_truth(row: Row, dtype: str, device: str, path: Path, rates: Rates) -> Any:
+    """Writes norms and clipped sum of the full batch, and how far the same loop is off in `dtype`; gives the floor."""
     say("checked")
     hear("warm")
     model, batch = row.built("tiny" if device == "cpu" else "full", device, DTYPES[dtype])
@@ -178,13 +204,8 @@ def prepare_truth(row: Row, dtype: str, device: str, path: Path) -> Any:
     clipped = {name: G.cpu() for name, G in clipped.items()}
     torch.save({"norms": norms.cpu(), "clipped": clipped, "yardstick": yardstick}, path.with_suffix(".part"))
     path.with_suffix(".part").rename(path)
-
-    def time_alone(_: float) -> dict[str, Any]:
-        rates = measured_rates(device, DTYPES[dtype])
-        least = floor(layers, rates, num_bytes=DTYPES[dtype].itemsize)
-        return {"floor": least, "yardstick": yardstick, "flops": rates.flops, "bytes": rates.bytes}
-
-    return time_alone
+    least = floor(layers, rates, num_bytes=DTYPES[dtype].itemsize)
+    return lambda _: {"floor": least, "yardstick": yardstick, "flops": rates.flops, "bytes": rates.bytes}
 
 
 def relative_error(got: Gradients, truth: Gradients) -> float:
