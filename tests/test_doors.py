@@ -446,6 +446,71 @@ def test_ordinary_use_is_right(name):
     assert_right(make().double(), *batch())
 
 
+PLACES = torch.tensor([[0, 1, 1, 2, 3], [0, 2, 3, 1, 1]])
+OVER_SPARSE = {
+    "product": lambda s, x: x @ s.w,
+    "mm": lambda s, x: torch.mm(x, s.w),
+    "sparse.mm": lambda s, x: torch.sparse.mm(x, s.w),
+    "addmm": lambda s, x: torch.addmm(s.b, x, s.w, alpha=2, beta=3),
+    "sparse.addmm": lambda s, x: torch.sparse.addmm(s.b.expand(len(x), -1), x, s.w, alpha=2, beta=3),
+    "linear": lambda s, x: F.linear(x, s.w.T, s.b),
+    "written out": lambda s, x: x.to_dense() @ s.w,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=["coo", "csr"])
+@pytest.mark.parametrize("name", OVER_SPARSE)
+def test_sparse_batches(name, layout):
+    """Bags of words."""
+    x = data(B, 5) * (torch.rand(B, 5) > 0.5)
+    forward = OVER_SPARSE[name]
+    model = Fn(lambda s, x: s.l(forward(s, x).tanh()), w=(5, 3), b=(3,), l=nn.Linear(3, 2))
+    assert_right(model.double(), x.to_sparse(layout=layout))
+
+
+def sparse_weight(s):
+    return torch.sparse_coo_tensor(PLACES, s.v, (4, 4))
+
+
+SPARSE_WEIGHTS = {
+    "sparse.mm": lambda s, x: torch.sparse.mm(sparse_weight(s), s.l(x).T).T,
+    "coalesced": lambda s, x: torch.sparse.mm(sparse_weight(s).coalesce(), s.l(x).T).T,
+    "product": lambda s, x: (sparse_weight(s) @ s.l(x).T).T,
+    "sparse.addmm": lambda s, x: torch.sparse.addmm(s.b[:, None].expand(-1, len(x)), sparse_weight(s), s.l(x).T).T,
+    "compressed": lambda s, x: torch.sparse.mm(
+        torch.sparse_csr_tensor(torch.tensor([0, 1, 3, 4, 5]), PLACES[1], s.v, (4, 4)), s.l(x).T
+    ).T,
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("name", SPARSE_WEIGHTS)
+def test_sparse_weights(name):
+    """A matrix of few entries, which are the parameter: peft's FRoD."""
+    assert_right(Fn(SPARSE_WEIGHTS[name], v=(5,), b=(4,), l=linear(5, 4)).double(), data(B, 5))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_other_reductions_of_sparse_batches_are_refused():
+    forward = lambda s, x: torch.sparse.mm(x.to_sparse_csr(), s.w, "mean")
+    refused(Fn(forward, w=(5, 3)).double(), data(B, 5), words="sparse_mm uses parameter 'w'")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_batches_are_refused(layout):
+    nested = torch.nested.nested_tensor([data(n, 5) for n in (2, 3, 3)], layout=layout)
+    model = linear().double()
+    with pytest.raises(sw.UnattributedError, match="was given a nested tensor"), sw.capture(model):
+        model(nested)
+    step = sw.per_sample_step(
+        model, lambda model, x: model(x).to_padded_tensor(0.0).sum((1, 2)), lambda grads: grads.norms()
+    )
+    with pytest.raises(sw.UnattributedError, match="was given a nested tensor"):
+        step(nested)
+
+
 def trimmed(model, x, n):
     """The losses of each sample's own steps."""
     return torch.stack([z[:k].square().sum() for z, k in zip(model(x, n), n.tolist(), strict=True)])

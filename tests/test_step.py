@@ -292,6 +292,23 @@ def test_random_numbers_of_python_are_refused(draw, uncompiled):
         step(*batch_of())
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["coo", "csr", "nested", "jagged"])
+def test_batches_whose_sizes_depend_on_values_are_refused(kind, uncompiled):
+    x = torch.eye(4, 3).double()
+    batch = {
+        "coo": lambda: x.to_sparse(),
+        "csr": lambda: x.to_sparse_csr(),
+        "nested": lambda: torch.nested.nested_tensor([x, x]),
+        "jagged": lambda: torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged),
+    }[kind]()
+    step = sw.per_sample_step(
+        nn.Linear(3, 2).double(), lambda model, x: model(x).sum(1), lambda grads: grads.norms(), compile=True
+    )
+    with pytest.raises(sw.SamplewiseError, match="was given a (sparse|nested) tensor"):
+        step(batch)
+
+
 def test_an_object_in_the_batch_is_refused(uncompiled):
     step, _ = both(nn.Linear(4, 3), lambda m, x, config: m(x).sum(1) * config.scale)
     with pytest.raises(sw.SamplewiseError, match="SimpleNamespace, and would not see it change"):

@@ -10,6 +10,21 @@ from samplewise.errors import SamplewiseError
 COMPARED = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
+def refuse_strange(tensors: list[Tensor]) -> None:
+    """Raises if a graph cannot take these."""
+    op_by_op = "take the step op by op: per_sample_step(..., compile=False)."
+    for t in tensors:
+        if t.requires_grad:
+            raise SamplewiseError(
+                f"a tensor of the batch needs a gradient, which a compiled step does not give it. Detach it, or {op_by_op}"
+            )
+        if t.layout is not torch.strided or t.is_nested:
+            kind = "nested" if t.is_nested else "sparse"
+            raise SamplewiseError(
+                f"a compiled step was given a {kind} tensor, whose sizes depend on values. Give it dense, or {op_by_op}"
+            )
+
+
 def kind_of(leaf: Any, batch_dim: int, size: int) -> Any:
     """What of one part of a batch a graph has baked in: a number itself, of a tensor all but its values and its rows."""
     if isinstance(leaf, Tensor):

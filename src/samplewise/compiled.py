@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from samplewise import sizes
-from samplewise.batches import has_rows, kind_of, resized, surroundings
+from samplewise.batches import has_rows, kind_of, refuse_strange, resized, surroundings
 from samplewise.choice import refuse_lazy
 from samplewise.errors import SamplewiseError
 from samplewise.hints import hinted
@@ -83,11 +83,7 @@ class Compiled:
     def __call__(self, *batch: Any) -> Any:
         leaves, spec = tree_flatten(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if any(t.requires_grad for t in tensors):
-            raise SamplewiseError(
-                "a tensor of the batch needs a gradient, which a compiled step does not give it. Detach it, or take the step "
-                "op by op: per_sample_step(..., compile=False)."
-            )
+        refuse_strange(tensors)
         size = next((t.shape[self.batch_dim] for t in tensors if t.ndim > self.batch_dim), 0)
         if not size:
             return self._op_by_op(batch, "a batch without samples")

@@ -70,9 +70,11 @@ OPERANDS: dict[str, tuple[int, str, str]] = {
     # where the first factor stands, and the keywords of the two
     "matmul": (0, "input", "other"),
     "mm": (0, "input", "mat2"),
+    "sparse_mm": (0, "mat1", "mat2"),
     "bmm": (0, "input", "mat2"),
     "mv": (0, "input", "vec"),
     "addmm": (1, "mat1", "mat2"),
+    "sparse_addmm": (1, "mat1", "mat2"),
     "addmv": (1, "mat", "vec"),
     "baddbmm": (1, "batch1", "batch2"),
     "linear": (0, "input", "weight"),
@@ -85,6 +87,8 @@ def operands(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple[Contractio
         tensors = list(args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:])
         letters = einsum_letters(args[0], *tensors) if isinstance(args[0], str) else None
         return None if letters is None else (letters, tensors)
+    if name == "sparse_mm" and len(args) + len(kwargs) > 2:  # it reduces by something else than a sum
+        return None
     at, *keywords = OPERANDS[name]
     tensors = [args[at + i] if len(args) > at + i else kwargs[keyword] for i, keyword in enumerate(keywords)]
     letters_of: Callable[[Tensor, Tensor], Contraction] = linear_letters if name == "linear" else matmul_letters

@@ -59,6 +59,11 @@ class MarkedBatch:
                 self._mark_packed(leaf)
             elif isinstance(leaf, Tensor):
                 leaves.append(leaf)
+        if any(t.is_nested for t in leaves):
+            raise UnattributedError(
+                "the model was given a nested tensor, in which samples are not followed. Give it padded, or the rows of all "
+                "sequences in one tensor with the number of each row's sample: capture(model, sample_ids=...)."
+            )
         inputs = [t for t in leaves if self.marks.get(t) is None and self.weights.get(t) is None]
         dim = self.batch_dim
         if self.batch_size is None and not torch.is_grad_enabled():

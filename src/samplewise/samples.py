@@ -153,3 +153,10 @@ class Lost:
 
 
 Mark = Layout | Mixed | Lost
+
+
+def picked(t: Tensor, dim: int, index: Tensor) -> Tensor:
+    """t.index_select, for compressed layouts too, of which torch has none."""
+    if t.layout in (torch.sparse_csr, torch.sparse_csc):
+        return t.to_sparse().index_select(dim, index).to_sparse(layout=t.layout)
+    return t.index_select(dim, index)

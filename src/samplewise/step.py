@@ -99,7 +99,7 @@ def _mark(grads: Grads, batch: tuple) -> None:
 
     Where its tensors are of several sizes, the model's arguments tell which are.
     """
-    tensors = [t for t in tree_leaves(batch) if isinstance(t, Tensor) and t.ndim > grads.batch_dim]
+    tensors = [t for t in tree_leaves(batch) if isinstance(t, Tensor) and not t.is_nested and t.ndim > grads.batch_dim]
     if len({t.shape[grads.batch_dim] for t in tensors}) == 1:
         for t in tensors:
             grads.mark(t)

@@ -98,7 +98,7 @@ class Tap(torch.autograd.Function):
         recorder, uses = ctx.handed
         with torch._C.DisableTorchFunction():
             if is_wanted(recorder.anchor_node):
-                kept = [t.detach() for t in kept]
+                kept = [t.detach() if t.layout is torch.strided else t.detach().to_dense() for t in kept]
                 for targets, factor_of, places in uses:
                     recorder.deliver(targets, factor_of(g, *[kept[i] for i in places]))
         return g, None, None, None, None

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from samplewise.losses import LossFn
 from samplewise.opening import per_sample
 from samplewise.queries import Grads
+from samplewise.samples import picked
 
 
 def oracle(model: nn.Module, loss_fn: LossFn, *batch: Any, batch_dim: int = 0) -> dict[str, Tensor]:
@@ -33,7 +34,7 @@ def oracle(model: nn.Module, loss_fn: LossFn, *batch: Any, batch_dim: int = 0) -
     for b in range(num_samples):
         model.load_state_dict(state)
         model.zero_grad()
-        alone = tree_map_only(Tensor, lambda t, b=b: t.narrow(batch_dim, b, 1), batch)
+        alone = tree_map_only(Tensor, lambda t, b=b: picked(t, batch_dim, torch.tensor([b], device=t.device)), batch)
         loss_fn(model, *alone).sum().backward()
         for name, p in model.named_parameters():
             if p.requires_grad:

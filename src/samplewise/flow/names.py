@@ -5,7 +5,7 @@ ADDING = {"add", "radd", "iadd", "sub", "rsub", "isub"}
 
 LINEAR = set(
     "add radd iadd sub rsub isub neg pos clone contiguous to float double half bfloat16 type detach cuda cpu "
-    "requires_grad alias data real imag view_as_real".split()
+    "requires_grad alias data real imag view_as_real to_dense to_sparse to_sparse_coo to_sparse_csr to_sparse_csc coalesce".split()
 )
 """Elementwise ops that keep a weighted sum a weighted sum."""
 

@@ -34,6 +34,7 @@ def linear(meeting: Meeting, input: Tensor, weight: Tensor, bias: Tensor | None 
 @rule(
     torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__,
     torch.mm, torch.Tensor.mm, torch.bmm, torch.Tensor.bmm, torch.mv, torch.Tensor.mv, torch.einsum,
+    torch.sparse.mm,
 )  # fmt: skip
 def product(meeting: Meeting, *args: Any, **kwargs: Any) -> Any:
     """y = x · w over the letters they share, so w gets g ⊗ x over the letters they do not."""
@@ -42,7 +43,10 @@ def product(meeting: Meeting, *args: Any, **kwargs: Any) -> Any:
     return meeting.run()
 
 
-@rule(torch.addmm, torch.Tensor.addmm, torch.baddbmm, torch.Tensor.baddbmm, torch.addmv, torch.Tensor.addmv)
+@rule(
+    torch.addmm, torch.Tensor.addmm, torch.baddbmm, torch.Tensor.baddbmm, torch.addmv, torch.Tensor.addmv,
+    torch.sparse.addmm,
+)  # fmt: skip
 def added_product(meeting: Meeting, input: Tensor, *args: Any, beta: Any = 1, alpha: Any = 1, **kwargs: Any) -> Any:
     """y = beta·input + alpha·x @ w, so input gets beta·g and w gets alpha·g ⊗ x."""
     factors = operands(meeting.name, (input, *args), kwargs)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from samplewise.errors import SamplewiseError
 from samplewise.queries import Grads
-from samplewise.samples import Layout
+from samplewise.samples import Layout, picked
 from samplewise.still import same_randomness
 
 
@@ -48,7 +48,7 @@ def _alone(b: int, grads: Grads) -> Callable[[Any], Any]:
         if not isinstance(mark, Layout) or not mark.dims:
             return leaf.clone() if isinstance(leaf, Tensor) else leaf
         (axis,) = mark.dims
-        rows = data.index_select(axis, (mark.ids.flatten() == b).nonzero().squeeze(1).to(data.device))
+        rows = picked(data, axis, (mark.ids.flatten() == b).nonzero().squeeze(1).to(data.device))
         return pack_sequence([rows]) if isinstance(leaf, PackedSequence) else rows
 
     return alone
