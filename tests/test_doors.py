@@ -446,6 +446,57 @@ def test_ordinary_use_is_right(name):
     assert_right(make().double(), *batch())
 
 
+OVER_DIMENSIONS = {
+    "last and first": lambda s, x: torch.tensordot(x, s.w, 1),
+    "two": lambda s, x: torch.tensordot(x[:, 0, :, None] * x[:, 1, None], s.v),
+    "given": lambda s, x: torch.tensordot(x, s.w, ([-1], [0])),
+    "weight first": lambda s, x: torch.tensordot(s.w, x, ([0], [2])).movedim(1, 0),
+    "none": lambda s, x: torch.tensordot(x, s.c, 0),
+    "size 1": lambda s, x: torch.tensordot(x, s.c[None], 1),
+    "of a constant": lambda s, x: torch.tensordot(x * s.w[:, 0], torch.ones(5, 2).double(), dims=1),
+    "inner": lambda s, x: torch.inner(x, s.w.T),
+    "inner, weight first": lambda s, x: torch.inner(s.w.T, x).movedim(1, 0),
+    "inner of a constant": lambda s, x: (x * s.w[:, 0]).inner(torch.ones(2, 5).double()),
+}
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("name", OVER_DIMENSIONS)
+def test_products_over_dimensions(name, verify):
+    assert_right(Fn(OVER_DIMENSIONS[name], w=(5, 3), v=(5, 5, 3), c=(4,)).double(), data(B, 2, 5), verify=verify)
+
+
+def test_inner_products_of_samples_with_each_other_are_refused():
+    refused(
+        Fn(lambda s, x: torch.inner(s.l(x), s.l(x)), l=linear()).double(), data(B, 5), words="inner", kind=sw.SamplesMixError
+    )
+
+
+BY_NAME = {
+    "transpose": lambda x: torch.transpose(input=x, dim0=1, dim1=2),
+    "permute": lambda x: torch.permute(input=x, dims=(0, 2, 1)),
+    "movedim": lambda x: torch.movedim(input=x, source=1, destination=2),
+    "chunk": lambda x: torch.chunk(input=x, chunks=2, dim=1)[1],
+    "unbind": lambda x: torch.unbind(input=x, dim=1)[2],
+    "narrow": lambda x: torch.narrow(input=x, dim=1, start=1, length=2),
+    "index_select": lambda x: torch.index_select(input=x, dim=1, index=torch.tensor([2, 0])),
+    "gather": lambda x: torch.gather(input=x, dim=1, index=torch.tensor([[[2], [0]]]).expand(len(x), 2, 5)),
+    "roll": lambda x: torch.roll(input=x, shifts=1, dims=1),
+    "tile": lambda x: torch.tile(input=x, dims=(1, 2, 1)),
+    "repeat_interleave": lambda x: torch.repeat_interleave(input=x, repeats=2, dim=1),
+    "conv1d": lambda x: F.conv1d(input=x, weight=torch.ones(2, 6, 3).double()),
+    "pixel_shuffle": lambda x: F.pixel_shuffle(input=x[:, :4, :, None], upscale_factor=2),
+    "index_add": lambda x: torch.index_add(input=torch.zeros_like(x), dim=1, index=torch.arange(6), source=x),
+    "bilinear": lambda x: F.bilinear(input1=x, input2=x, weight=torch.ones(2, 5, 5).double()),
+}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_arguments_by_name(name):
+    """As peft calls convolutions."""
+    assert_right(Fn(lambda s, x: BY_NAME[name](s.l(x)), l=linear(5, 5)).double(), data(B, 6, 5), verify=False)
+
+
 PLACES = torch.tensor([[0, 1, 1, 2, 3], [0, 2, 3, 1, 1]])
 OVER_SPARSE = {
     "product": lambda s, x: x @ s.w,

@@ -1,5 +1,6 @@
 """Products of tensors written as an einsum: one letter a dimension."""
 
+import string
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -66,6 +67,21 @@ def einsum_letters(equation: str, *tensors: Tensor) -> Contraction | None:
     return Contraction(tuple(terms), out)
 
 
+@cache
+def tensordot_letters(left: int, right: int, of_left: tuple[int, ...], of_right: tuple[int, ...]) -> Contraction:
+    """The letters of a product of tensors of so many dimensions over these of each.
+
+    >>> tensordot_letters(3, 2, (2,), (0,))
+    Contraction(terms=('abc', 'ce'), out='abe')
+    """
+    letters = string.ascii_lowercase
+    first, second = letters[:left], list(letters[left : left + right])
+    for d, other in zip(of_left, of_right, strict=True):
+        second[other] = first[d]
+    summed = {first[d] for d in of_left}
+    return Contraction((first, "".join(second)), "".join(c for c in [*first, *second] if c not in summed))
+
+
 OPERANDS: dict[str, tuple[int, str, str]] = {
     # where the first factor stands, and the keywords of the two
     "matmul": (0, "input", "other"),
@@ -78,6 +94,8 @@ OPERANDS: dict[str, tuple[int, str, str]] = {
     "addmv": (1, "mat", "vec"),
     "baddbmm": (1, "batch1", "batch2"),
     "linear": (0, "input", "weight"),
+    "inner": (0, "input", "other"),
+    "tensordot": (0, "a", "b"),
 }
 
 
@@ -91,8 +109,21 @@ def operands(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple[Contractio
         return None
     at, *keywords = OPERANDS[name]
     tensors = [args[at + i] if len(args) > at + i else kwargs[keyword] for i, keyword in enumerate(keywords)]
+    if name in ("inner", "tensordot"):
+        dims = args[2:] or kwargs.get("dims", 2)  # torch's own call gives those of each, one after the other
+        letters = _letters_over([[-1], [-1]] if name == "inner" else dims, *tensors)
+        return None if letters is None else (letters, tensors)
     letters_of: Callable[[Tensor, Tensor], Contraction] = linear_letters if name == "linear" else matmul_letters
     return letters_of(*tensors), tensors
+
+
+def _letters_over(dims: Any, left: Tensor, right: Tensor) -> Contraction | None:
+    """The letters of a product over the last dimensions of one tensor and the first of the other, or over those given of each."""
+    if isinstance(dims, Tensor) or not (left.ndim and right.ndim):
+        return None
+    dims = (range(-dims, 0), range(dims)) if isinstance(dims, int) else dims
+    of_left, of_right = (tuple(d % t.ndim for d in ds) for ds, t in zip(dims, (left, right), strict=True))
+    return tensordot_letters(left.ndim, right.ndim, of_left, of_right)
 
 
 def in_order(t: Tensor, letters: str, order: str) -> Tensor:

@@ -32,6 +32,11 @@ class Call:
     was_tried: bool = False
     """Whether it took values to tell where its samples go."""
 
+    def __post_init__(self) -> None:
+        """What an op is about stands first among `args`, also where code names it: transpose(input=x, dim0=0, dim1=1)."""
+        if not self.args and "input" in self.kwargs:
+            self.args, self.kwargs = (self.kwargs["input"],), {k: v for k, v in self.kwargs.items() if k != "input"}
+
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         """The argument at this position or by this name."""
         return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)

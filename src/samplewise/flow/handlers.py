@@ -76,7 +76,9 @@ HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(FOURIER, fourier),
     **dict.fromkeys(IMAGES, images),
     **dict.fromkeys(POOLS, pooled),
-    **dict.fromkeys("matmul mm bmm mv addmm baddbmm addmv einsum linear sparse_mm sparse_addmm".split(), contracted),
+    **dict.fromkeys(
+        "matmul mm bmm mv addmm baddbmm addmv einsum linear sparse_mm sparse_addmm inner tensordot".split(), contracted
+    ),
     "grouped_mm": routed_product,
     "bilinear": paired_rows,
     **dict.fromkeys(["cross", "linalg_cross"], crossed),

@@ -33,7 +33,11 @@ def routed_product(call: Call) -> Mark:
 
 def paired_rows(call: Call) -> Mark:
     """bilinear(x1, x2, weight): rows of the two inputs meet one to one."""
-    inputs = [(t, mark) for t, mark in call.marks if isinstance(mark, Layout) and any(t is a for a in call.args[:2])]
+    inputs = [
+        (t, mark)
+        for t, mark in call.marks
+        if isinstance(mark, Layout) and any(t is call.arg(i, name) for i, name in enumerate(("input1", "input2")))
+    ]
     if len(inputs) != len(call.marks) or any(t.ndim - 1 in mark.dims for t, mark in inputs):
         return Lost(call.name)
     return merged(call, [mark.ids for _, mark in inputs])

@@ -34,7 +34,7 @@ def linear(meeting: Meeting, input: Tensor, weight: Tensor, bias: Tensor | None 
 @rule(
     torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__,
     torch.mm, torch.Tensor.mm, torch.bmm, torch.Tensor.bmm, torch.mv, torch.Tensor.mv, torch.einsum,
-    torch.sparse.mm,
+    torch.sparse.mm, torch.inner, torch.Tensor.inner, torch.tensordot,
 )  # fmt: skip
 def product(meeting: Meeting, *args: Any, **kwargs: Any) -> Any:
     """y = x · w over the letters they share, so w gets g ⊗ x over the letters they do not."""
