@@ -1155,3 +1155,39 @@ def test_verify_raises_where_samples_cannot_be_told_apart():
         sw.verify(Fn(lambda s, x, y: s.l(x), l=nn.Linear(D, 3)).double(), data(B, D), data(6, 2))
     with pytest.raises(SamplesMixError, match="mean mixed the samples"):
         sw.verify(Fn(lambda s, x: s.l(x - x.mean(0)), l=nn.Linear(D, 3)).double(), data(B, D))
+
+
+class Frozen(dict):
+    """A dict that cannot be changed, as the configs of diffusers."""
+
+    def update(self, *args, **kwargs):
+        raise TypeError("this is frozen")
+
+
+class Configured(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.config, self.seen, self.by_name, self.kinds = (
+            nn.Linear(3, 2),
+            Frozen(scale=2.0),
+            [0],
+            {"calls": 0},
+            set(),
+        )
+
+    def forward(self, x):
+        self.seen.append(len(x))
+        self.by_name["calls"] += 1
+        self.kinds.add(x.dtype)
+        return self.layer(x) * self.config["scale"]
+
+
+def test_containers_among_attributes():
+    """Those that cannot be changed are left alone, others hold what the model's own run has put there, whatever was checked."""
+    net, x = Configured().double(), torch.randn(4, 3).double()
+    frozen, seen = net.config, net.seen
+    truth = oracle(net, rows, x)
+    grads = run_capture(net, rows, x)
+    assert_right(grads, truth)
+    assert net.config is frozen and dict(frozen) == {"scale": 2.0}
+    assert net.seen is seen and seen == [0, 4] and net.by_name == {"calls": 1} and net.kinds == {torch.float64}

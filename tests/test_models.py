@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import diffusers
 import peft
 import pytest
 import timm
@@ -227,21 +228,117 @@ model("wav2vec2", wav2vec2, logits_loss, normal(B, 200))
 model("whisper", whisper, seq2seq_loss, normal(B, 4, 20), lambda: tokens(5))
 
 
-# --- peft: LoRA, whose A and B alone are trained ---
+# --- peft: adapters, which alone are trained ---
+
+
+def adapted(net: nn.Module, config: Any) -> nn.Module:
+    net = peft.get_peft_model(net, config)
+    with torch.no_grad():
+        for p in net.parameters():
+            if p.requires_grad:
+                p += 0.1 * torch.randn_like(p)  # adapters start where parts of them have no gradient
+    return net
 
 
 def lora(net: nn.Module, *targets: str) -> nn.Module:
     fan = targets[0].startswith("c_")  # GPT-2 keeps its weights transposed
-    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=list(targets), fan_in_fan_out=fan, lora_dropout=0.0)
-    net = peft.get_peft_model(net, config)
-    for name, p in net.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(p)  # B starts at zero, where A has no gradient
-    return net
+    return adapted(
+        net, peft.LoraConfig(r=2, lora_alpha=4, target_modules=list(targets), fan_in_fan_out=fan, lora_dropout=0.0)
+    )
 
 
+def adapters_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    """Of the tokens that were given; a model may put its own before them."""
+    return token_loss(model(input_ids=ids, use_cache=False).logits[:, -T:-1], ids[:, 1:])
+
+
+QV = ["q_proj", "v_proj"]
+ADAPTERS = {
+    "dora": lambda: peft.LoraConfig(r=2, use_dora=True, target_modules=["embed_tokens", *QV]),
+    "adalora": lambda: peft.AdaLoraConfig(init_r=2, total_step=10, target_modules=QV),
+    "ia3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "vera": lambda: peft.VeraConfig(r=2, target_modules=QV),
+    "hra": lambda: peft.HRAConfig(r=2, target_modules=QV),
+    "lokr": lambda: peft.LoKrConfig(r=2, target_modules=QV),
+    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    "p-tuning": lambda: peft.PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=4, task_type="CAUSAL_LM"),
+}
+for kind, config in ADAPTERS.items():
+    model(f"llama-{kind}", lambda config=config: adapted(llama(), config()), adapters_loss, tokens)
+model(
+    "conv-hra",  # calls F.conv2d by the names of its arguments
+    lambda: adapted(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), peft.HRAConfig(r=2, target_modules=["0"])),
+    out_loss,
+    normal(B, 3, 6, 6),
+)
 model("gpt2-lora", lambda: lora(gpt2(), "c_attn", "c_proj"), next_token_loss, tokens)
 model("llama-lora", lambda: lora(llama(), "q_proj", "v_proj", "down_proj"), next_token_loss, tokens)
+
+
+# --- diffusers ---
+
+
+def steps() -> Tensor:
+    """Of noise, one a sample."""
+    return torch.tensor([3, 500, 20])
+
+
+def sample_loss(model: nn.Module, *batch: Any) -> Tensor:
+    return curved(model(*batch).sample)
+
+
+DOWN_UP = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+BLOCKS = {"block_out_channels": (8, 16), "norm_num_groups": 4}
+UNET = {**BLOCKS, "sample_size": 8, "layers_per_block": 1, "attention_head_dim": 4}
+HEADS = {"num_attention_heads": 2, "attention_head_dim": 8, "sample_size": 8, "patch_size": 2, "in_channels": 4}
+
+
+def unet() -> nn.Module:
+    down, up = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
+    return diffusers.UNet2DModel(**UNET, in_channels=3, out_channels=3, down_block_types=down, up_block_types=up)
+
+
+def unet_for_text() -> nn.Module:
+    down, up = ("CrossAttnDownBlock2D", "DownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D")
+    return diffusers.UNet2DConditionModel(**UNET, cross_attention_dim=6, down_block_types=down, up_block_types=up)
+
+
+def sd3() -> nn.Module:
+    widths = {"joint_attention_dim": 6, "caption_projection_dim": 16, "pooled_projection_dim": 5}
+    return diffusers.SD3Transformer2DModel(**HEADS, **widths, num_layers=2, out_channels=4)
+
+
+def flux() -> nn.Module:
+    widths = {"joint_attention_dim": 6, "pooled_projection_dim": 5, "num_attention_heads": 2, "attention_head_dim": 8}
+    return diffusers.FluxTransformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, axes_dims_rope=(2, 2, 4), **widths
+    )
+
+
+def flux_loss(model: nn.Module, x: Tensor, text: Tensor, pooled: Tensor, t: Tensor) -> Tensor:
+    places = {"img_ids": torch.zeros(x.shape[1], 3), "txt_ids": torch.zeros(text.shape[1], 3)}
+    out = model(x, encoder_hidden_states=text, pooled_projections=pooled, timestep=t.to(x.dtype) / 1000, **places)
+    return curved(out.sample)
+
+
+model("unet", unet, sample_loss, normal(B, 3, 8, 8), steps)
+model("unet-for-text", unet_for_text, sample_loss, normal(B, 4, 8, 8), steps, normal(B, 5, 6))
+model("autoencoder", lambda: diffusers.AutoencoderKL(**BLOCKS, **DOWN_UP), sample_loss, normal(B, 3, 8, 8))
+model(
+    "vector-quantizer", lambda: diffusers.VQModel(**BLOCKS, **DOWN_UP, num_vq_embeddings=8), sample_loss, normal(B, 3, 8, 8)
+)
+model(
+    "dit",
+    lambda: diffusers.DiTTransformer2DModel(
+        **HEADS, num_layers=2, num_embeds_ada_norm=10
+    ).eval(),  # it drops classes in training
+    lambda model, x, t, y: curved(model(x, timestep=t, class_labels=y).sample),
+    normal(B, 4, 8, 8),
+    steps,
+    lambda: torch.randint(10, (B,)),
+)
+model("sd3", sd3, sample_loss, normal(B, 4, 8, 8), normal(B, 5, 6), normal(B, 5), steps)
+model("flux", flux, flux_loss, normal(B, 6, 4), normal(B, 5, 6), normal(B, 5), steps, options={"batch_size": B})
 
 
 # --- vision ---

@@ -156,12 +156,18 @@ def attributes_put_back(module: nn.Module) -> Iterator[None]:
                     del vars(m)[k]
             for k, (value, contents) in before.items():
                 vars(m)[k] = value
-                if isinstance(value, list):
-                    value[:] = contents or []
-                elif isinstance(value, dict | set):
+                if contents is not None and not _holds_the_same(value, contents):
                     value.clear()
-                    value.update(contents or ())
+                    value.extend(contents) if isinstance(value, list) else value.update(contents)
         undo()
+
+
+def _holds_the_same(container: list | dict | set, other: Any) -> bool:
+    """Whether the two hold the same objects; those that nobody changed are left alone, for some cannot be changed."""
+    if isinstance(container, set):
+        return container == other
+    objects = lambda c: [*map(id, c), *(map(id, c.values()) if isinstance(c, dict) else ())]
+    return objects(container) == objects(other)
 
 
 def _own(module: nn.Module) -> list[tuple[str, Any]]:
