@@ -281,6 +281,33 @@ def test_scripted_parts_are_refused(how):
         sw.capture(nn.Sequential(nn.Linear(D, D), part))
 
 
+def clamped(t: Tensor, most: float) -> Tensor:
+    return (t / most).tanh() * most
+
+
+def scaled_gelu(bias: Tensor, t: Tensor) -> Tensor:
+    return F.gelu(t + bias) * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+def test_scripted_functions_are_seen():
+    """Of data alone, as x-transformers has them, and with a parameter, as Megatron does."""
+    clamp, gelu = torch.jit.script(clamped), torch.jit.script(scaled_gelu)
+    net = Fn(lambda s, x: s.k(gelu(s.bias, clamp(s.l(x), 2.0))), l=nn.Linear(D, 3), k=nn.Linear(3, 2), bias=(3,)).double()
+    x, call = data(B, D), torch.jit.ScriptFunction.__call__
+    assert_right(run_capture(net, rows, x), oracle(net, rows, x))
+    assert torch.jit.ScriptFunction.__call__ is call
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+def test_traced_functions_are_refused():
+    """Their Python may do something else than what was traced."""
+    clamp = torch.jit.trace(lambda t: t.tanh() * 2, torch.ones(B, 3).double())
+    net = Fn(lambda s, x: s.k(clamp(s.l(x))), l=nn.Linear(D, 3), k=nn.Linear(3, 2)).double()
+    with pytest.raises(UnattributedError, match="code that was not seen"):
+        run_capture(net, rows, data(B, D))
+
+
 # --- regions without gradients, dropout ---------------------------------------------------------------------------------------
 
 

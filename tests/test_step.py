@@ -1,6 +1,9 @@
 """The compiled step on values that need care, what it refuses, and what goes through the compiler itself."""
 
+import os
 import random
+import secrets
+import string
 import types
 from typing import Any
 
@@ -284,12 +287,41 @@ def test_sizes_beyond_the_limit_are_taken_op_by_op(uncompiled):
     assert "no graph serves all" in step.why_op_by_op
 
 
-@pytest.mark.parametrize("draw", [lambda: random.random(), lambda: np.random.rand()], ids=["python", "numpy"])
-def test_random_numbers_of_python_are_refused(draw, uncompiled):
+DRAWS = {
+    "python": lambda: random.random(),
+    "numpy": lambda: np.random.rand(),
+    "the system": lambda: random.SystemRandom().random(),
+    "secrets": lambda: secrets.randbelow(100),
+    "bytes": lambda: os.urandom(1)[0],
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_numbers_of_python_are_refused(name, uncompiled):
+    draw, system = DRAWS[name], os.urandom
     model = Fn(lambda s, x: s.l(x) * draw(), l=nn.Linear(4, 3))
     step, _ = both(model, verify=False)
     with pytest.raises(sw.SamplewiseError, match="Draw them with torch"):
         step(*batch_of())
+    assert os.urandom is system
+
+
+class Formatter(string.Formatter):
+    """An object of a library's class, with attributes that methods of that class name."""
+
+    def __init__(self):
+        self.format = self.check_unused_args = 2.0
+
+
+def test_code_that_reads_attributes_without_naming_them(uncompiled):
+    """As einops does; beside a generator that has no state to be compared."""
+    model = Fn(lambda s, x: s.l(x) * vars(s.by_name)["format"], l=nn.Linear(4, 3))
+    model.by_name, model.generator = Formatter(), random.SystemRandom()
+    step, eager = both(model)
+    batch = batch_of()
+    assert error(step(*batch), eager(*batch)) < 1e-9
+    model.by_name.format = 3.0
+    assert error(step(*batch), eager(*batch)) < 1e-9
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

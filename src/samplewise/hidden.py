@@ -22,7 +22,7 @@ def hidden_state(value: Any) -> Any:
     if isinstance(value, BUFFERS):
         return bytes(memoryview(value))
     if isinstance(value, random.Random):
-        return value.getstate()
+        return None if isinstance(value, random.SystemRandom) else value.getstate()  # the system has none that can be seen
     if isinstance(value, itertools.count):
         return repr(value)
     if isinstance(value, contextvars.ContextVar):

@@ -1,6 +1,7 @@
 """What a mode does not see by itself, brought into its sight while captures are open.
 
-Compiled functions run op by op, and an `autograd.Function` asks for overrides as ops do.
+Compiled functions run op by op, scripted ones as the Python they were made of, and an `autograd.Function` asks for overrides as
+ops do.
 """
 
 import inspect
@@ -12,12 +13,14 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.jit._state import _try_get_jit_cached_function
 from torch.overrides import handle_torch_function
 
 from samplewise.errors import SamplewiseError
 from samplewise.tracing import is_tracing
 
 _apply = inspect.getattr_static(torch.autograd.Function, "apply")
+_call_script = torch._C.ScriptFunction.__call__  # type: ignore[attr-defined]
 _lock = threading.Lock()
 _num_open = 0
 _stance: Any = None
@@ -49,6 +52,13 @@ def _seen_apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -
     return handle_torch_function(CustomFunction(cls), (), *args, **kwargs)  # type: ignore[arg-type]
 
 
+def _seen_script(self: Any, *args: Any, **kwargs: Any) -> Any:
+    source = getattr(self, "_torchdynamo_inline", None)
+    if source is None or not torch._C._is_torch_function_mode_enabled() or _try_get_jit_cached_function(source) is None:
+        return _call_script(self, *args, **kwargs)  # a traced function's Python may do something else than was traced
+    return source(*args, **kwargs)
+
+
 def _is_ours(cls: type[torch.autograd.Function]) -> bool:
     """Whether it is one of torch's Functions or of these: checkpoints, hooks, taps."""
     return cls.__module__.partition(".")[0] in ("torch", "samplewise")
@@ -69,6 +79,7 @@ def open_eyes() -> None:
         _num_open += 1
         if _num_open == 1:
             torch.autograd.Function.apply = classmethod(_seen_apply)  # type: ignore[method-assign, assignment]
+            torch._C.ScriptFunction.__call__ = _seen_script  # type: ignore[attr-defined]
         if _stance is None and "torch._dynamo" in sys.modules:  # otherwise nothing can have been compiled
             _stance = torch.compiler.set_stance("force_eager")
 
@@ -80,6 +91,7 @@ def close_eyes() -> None:
         _num_open -= 1
         if _num_open == 0:
             torch.autograd.Function.apply = _apply  # type: ignore[method-assign]
+            torch._C.ScriptFunction.__call__ = _call_script  # type: ignore[attr-defined]
             if _stance is not None:
                 _stance.__exit__(None, None, None)
                 _stance = None

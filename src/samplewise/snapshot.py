@@ -18,7 +18,10 @@ from samplewise.untouched import PLAIN, Containers, Entry
 
 MISSING = object()
 OF_MODELS = frozenset({"transformers", "peft", "torchvision", "timm", "diffusers"})
-LIBRARIES = frozenset({"torch", "samplewise", "numpy", *OF_MODELS, *sys.stdlib_module_names} - {"__main__"})
+OF_TOOLS = frozenset(
+    "numpy scipy sympy mpmath einops einx opt_einsum triton typing_extensions jaxtyping beartype loguru tqdm".split()
+)
+LIBRARIES = frozenset({"torch", "samplewise", *OF_TOOLS, *OF_MODELS, *sys.stdlib_module_names} - {"__main__"})
 """Packages whose own code is taken to read nothing that changes."""
 UNCALLED = {"__init__", "__new__", "__init_subclass__", "__repr__", "__module__", "__doc__", "__dict__", "__weakref__"}
 """Attributes of a class that a step does not call."""
@@ -182,7 +185,7 @@ class Snapshot:
     def _name(self, names: set[str]) -> None:
         new, self._named = names - self._named, self._named | names
         for key in list(self._unnamed) if REFLECTION & new else new & self._unnamed.keys():
-            for see in self._unnamed.pop(key):
+            for see in self._unnamed.pop(key, ()):  # to see may name more
                 see()
 
     def _see_variable(self, name: str, now: Callable[[], Any], names: set[str]) -> None:

@@ -1,7 +1,9 @@
 """A step written down as one graph, through the same interception and rules as the step that runs op by op."""
 
+import os
 import random
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -72,9 +74,9 @@ class Trace:
             self.has_doubt = flag is not None
             return [v for v in values if isinstance(v, Tensor)] + ([] if flag is None else [flag])
 
-        drawn, unread = _drawn(), Unread()
+        drawn, unread, system = _drawn(), Unread(), SystemRandomness()
         try:
-            with attributes_put_back(model), compiled_parts_seen(), torch.random.fork_rng(devices=[]):
+            with attributes_put_back(model), compiled_parts_seen(), torch.random.fork_rng(devices=[]), system:
                 traced = make_fx(flat_run, tracing_mode="fake", _allow_non_fake_inputs=True)
                 self.graph = traced(*[leaves[i].detach() for i in places])  # a tensor that comes twice is two
         except SamplewiseError:
@@ -90,10 +92,10 @@ class Trace:
                 f"the step cannot be compiled: {why} ({type(error).__name__}: {_first_line(error)}). "
                 "Take it op by op: per_sample_step(..., compile=False)."
             ) from error
-        if _drawn() != drawn:
+        if _drawn() != drawn or system.was_read:
             raise SamplewiseError(
-                "the step cannot be compiled: its code draws random numbers of Python or NumPy, and would get the same in every "
-                "step. Draw them with torch, or take the step op by op: per_sample_step(..., compile=False)."
+                "the step cannot be compiled: its code draws random numbers of Python, NumPy or the operating system, and would get "
+                "the same in every step. Draw them with torch, or take the step op by op: per_sample_step(..., compile=False)."
             )
         _clean(self.graph.graph)
         unread.check(self.graph.graph)
@@ -133,6 +135,24 @@ def _drawn() -> tuple:
     """Where the generators of Python and NumPy stand."""
     numpy = sys.modules.get("numpy")
     return random.getstate(), None if numpy is None else [str(part) for part in numpy.random.get_state()]
+
+
+class SystemRandomness:
+    """Hears whether code of this thread asks the operating system for random bytes: secrets, uuid, SystemRandom."""
+
+    def __init__(self) -> None:
+        self.was_read = False
+
+    def __enter__(self) -> None:
+        self._thread, self._urandom = threading.get_ident(), os.urandom
+        os.urandom = random._urandom = self._read  # type: ignore[attr-defined]
+
+    def __exit__(self, *_: Any) -> None:
+        os.urandom = random._urandom = self._urandom  # type: ignore[attr-defined]
+
+    def _read(self, size: int) -> bytes:
+        self.was_read = self.was_read or threading.get_ident() == self._thread
+        return self._urandom(size)
 
 
 class Unread(TorchDispatchMode):
