@@ -497,6 +497,36 @@ def test_arguments_by_name(name):
     assert_right(Fn(lambda s, x: BY_NAME[name](s.l(x)), l=linear(5, 5)).double(), data(B, 6, 5), verify=False)
 
 
+WINDOWS = {
+    "of rows": lambda h: h.as_strided((len(h), 2, 4, 3), (18, 6, 3, 1)),
+    "by name, and offset": lambda h: torch.as_strided(input=h, size=(len(h), 5, 6), stride=(18, 3, 1), storage_offset=0),
+    "of rows that lie apart": lambda h: h.transpose(0, 1).contiguous().transpose(0, 1).as_strided(
+        (len(h), 2, 4, 3), (3, 2 * 3 * len(h), 3 * len(h), 1)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_in_memory(name):
+    """As Longformer cuts its sequences."""
+    assert_right(Fn(lambda s, x: WINDOWS[name](s.l(x)), l=linear()).double(), data(B, 6, 5))
+
+
+@pytest.mark.parametrize(
+    "window",
+    [
+        lambda h: torch.cat([h, h])[: len(h)].as_strided((len(h), 4, 4, 3), (18, 6, 3, 1)),  # on into the next row
+        lambda h: h.as_strided((len(h), 6, 3), (9, 3, 1)),  # rows that begin elsewhere
+        lambda h: h.as_strided((len(h) - 1, 6, 3), (18, 3, 1), 18),  # rows of others
+        lambda h: h.transpose(0, 1).contiguous().transpose(0, 1).as_strided((len(h), 6, 3), (18, 3, 1)),
+    ],
+    ids=["beyond", "elsewhere", "of others", "of another order"],
+)
+def test_windows_across_samples_are_refused(window):
+    model = Fn(lambda s, x: s.k(window(s.l(x))), l=linear(), k=linear(3, 2)).double()
+    refused(model, data(B, 6, 5), words="as_strided", verify=False)
+
+
 PLACES = torch.tensor([[0, 1, 1, 2, 3], [0, 2, 3, 1, 1]])
 OVER_SPARSE = {
     "product": lambda s, x: x @ s.w,

@@ -16,6 +16,7 @@ from samplewise.flow.moves import (
     permuted,
     repeated,
     reshaped,
+    windows,
 )
 from samplewise.flow.names import (
     ALONG_DIM,
@@ -59,6 +60,7 @@ HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(["cat", "concat", "concatenate", "stack"], concatenated),
     **dict.fromkeys(["view_as_complex", "view_as_real"], last_dim_changed),
     "broadcast_tensors": broadcast,
+    "as_strided": windows,
     "pad": padded,
     "getitem": indexed,
     **dict.fromkeys(["gather", "take_along_dim"], gathered),

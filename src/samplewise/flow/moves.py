@@ -1,6 +1,7 @@
 """Ops that only move elements: what they do to a tensor they do to its sample ids."""
 
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -68,6 +69,46 @@ def repeated(call: Call) -> Mark:
     """repeat and tile: a dimension that holds no samples has size 1 in ids again, whatever it is repeated to."""
     _, layout = call.subject
     return call.layout(compressed(call.func(layout.ids, *call.args[1:], **call.kwargs)))
+
+
+def windows(call: Call) -> Mark:
+    """as_strided, where each row of the result lies in the memory of the same row of the tensor (Longformer's windows)."""
+    tensor, layout = call.subject
+    size, stride = (tuple(map(int, call.arg(at, name))) for at, name in ((1, "size"), (2, "stride")))
+    is_by_rows = layout.dims in ((), (0,)) and call.arg(3, "storage_offset") in (None, tensor.storage_offset())
+    if not is_by_rows or not _lies_in_rows(tuple(tensor.shape), tensor.stride(), size, stride):
+        return Lost(call.name)
+    return call.layout(layout.ids.reshape([-1, *[1] * (len(size) - 1)]))
+
+
+@lru_cache(maxsize=1024)
+def _lies_in_rows(
+    source: tuple[int, ...], source_stride: tuple[int, ...], target: tuple[int, ...], target_stride: tuple[int, ...]
+) -> bool:
+    """Whether no two elements of the source share memory, and what the target has in a row, the source has in it too.
+
+    >>> _lies_in_rows((2, 8), (8, 1), (2, 3, 4), (8, 2, 1)), _lies_in_rows((2, 8), (8, 1), (2, 4, 4), (8, 2, 1))
+    (True, False)
+    """
+    extent = 1
+    for step, num in sorted(zip(source_stride, source, strict=True)):
+        if num > 1 and step < extent:
+            return False
+        extent += step * (num - 1)
+    if (source[:1], source_stride[:1]) != (target[:1], target_stride[:1]) or not target:
+        return False
+    rows, others = ([*zip(n[1:], s[1:], strict=True)] for n, s in ((source, source_stride), (target, target_stride)))
+    if rows and others and rows[-1] == others[-1]:  # features, which need not be counted out
+        rows, others = rows[:-1], others[:-1]
+    return set(_places(others)) <= set(_places(rows))
+
+
+def _places(dims: list[tuple[int, int]]) -> list[int]:
+    """Where the elements of these (size, stride) lie."""
+    places = [0]
+    for num, step in dims:
+        places = [place + step * i for place in places for i in range(num)]
+    return places
 
 
 def broadcast(call: Call) -> Several:
