@@ -199,9 +199,11 @@ def difference(got: Gradients, expected: Gradients, tolerance: float, *, needed:
 
 def uses(of: str) -> list[Use]:
     if of == "models":
-        from coverage_models import MODELS
+        import coverage_adapters
+        import coverage_diffusers
+        import coverage_models
 
-        return MODELS
+        return [*coverage_models.MODELS, *coverage_diffusers.MODELS, *coverage_adapters.MODELS]
     return [*(Use(**vars(case)) for case in CASES), *USES]
 
 
@@ -245,8 +247,9 @@ alone, so where samples mix it answers for another model than the one that train
 Most uses ({tested}) are the table of this project's own tests, which samplewise is held to: its count says what is covered, and is
 no estimate for code that nobody tried.""",
     "models": """\
-One architecture of each family of timm and torchvision, and of each type of transformers that takes ids or images: small, random
-weights, eval mode, 3 samples. Nothing here was written for this project or changed for it.
+One architecture of each family of timm and torchvision, and of each type of transformers that takes ids or images; models of
+diffusers; each method of peft, on Llama. Small, random weights, eval mode, 3 samples. Nothing here was written for this project or
+changed for it.
 
 - right: the oracle's gradients, one backward a sample; an error where samples mix, that is where the loss of a sample alone is
   not its loss in the batch
@@ -267,7 +270,7 @@ def table(of: str, results: dict[str, dict[str, tuple[str, str]]]) -> list[str]:
     }
     counts = {library: Counter(result for result, _ in found.values()) for library, found in results.items()}
     num = len(results["samplewise"])
-    packages = ("torch", *(("timm", "torchvision", "transformers") if of == "models" else ("opacus",)))
+    packages = ("torch", *(("timm", "torchvision", "transformers", "diffusers", "peft") if of == "models" else ("opacus",)))
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     numbers = {**Counter(use.right for use in uses(of)), "tested": len(CASES), "seconds": SECONDS}
