@@ -221,7 +221,7 @@ METHODS = {
     for method in (
         Method("plain eager", "plain", plain(None)),
         Method("plain compiled", "plain", plain("default"), compiled=True),
-        Method("plain compiled, CUDA graphs", "plain", plain("reduce-overhead"), compiled=True),
+        Method("plain as CUDA graphs", "plain", plain("reduce-overhead"), compiled=True),
         *(Method("samplewise eager", answer, samplewise(answer, False)) for answer in QUERIES),
         *(Method("samplewise compiled", answer, samplewise(answer, True), compiled=True) for answer in QUERIES),
         Method("torch ExpandedWeights", "gradients", expanded_weights),
