@@ -1218,3 +1218,11 @@ def test_containers_among_attributes():
     assert_right(grads, truth)
     assert net.config is frozen and dict(frozen) == {"scale": 2.0}
     assert net.seen is seen and seen == [0, 4] and net.by_name == {"calls": 1} and net.kinds == {torch.float64}
+
+
+def test_containers_of_a_model_that_reaches_itself():
+    """Its twin, which is what runs when it is verified, puts things into the model's own."""
+    net = Configured().double()
+    net.forward = MethodType(lambda _, x: Configured.forward(net, x), net)
+    run_capture(net, rows, torch.randn(4, 3).double())
+    assert (net.seen, net.by_name, net.kinds) == ([0, 4], {"calls": 1}, {torch.float64})

@@ -89,6 +89,8 @@ def _lies_in_rows(
 
     >>> _lies_in_rows((2, 8), (8, 1), (2, 3, 4), (8, 2, 1)), _lies_in_rows((2, 8), (8, 1), (2, 4, 4), (8, 2, 1))
     (True, False)
+    >>> _lies_in_rows((2, 8), (1, 1), (2, 4), (1, 1))
+    False
     """
     extent = 1
     for step, num in sorted(zip(source_stride, source, strict=True)):
