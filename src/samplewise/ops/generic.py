@@ -161,7 +161,7 @@ class GenericFactor:
     @staticmethod
     def _vjp(y: Any, weight: Tensor, g: Tensor) -> Tensor:
         (gradient,) = torch.autograd.grad(y, weight, g, retain_graph=True, allow_unused=True, materialize_grads=True)
-        return gradient.to_dense()  # a sparse weight gets a sparse one
+        return gradient
 
 
 def _rows_of(b: int, t: Tensor, layout: Layout) -> Tensor:
