@@ -6,7 +6,7 @@ python benchmarks/gpu.py --tiny --out DIR             tiny models on the CPU, to
 
 Each method runs in a process of its own, forked off one that has imported and done nothing else. Several get ready side by side
 (checks, compilation, warming up); one that is ready is timed at once, while all others are stopped. Rows of a dtype of which all
-methods stand in the JSON already are not measured again, so that several runs on one machine make one table; the others are measured
+methods stand in the JSON already, of this commit, are not measured again, so that several runs make one table; the others are measured
 whole, since only one run's times are compared, and what an earlier run has of such a row stands until the new one has as much.
 """
 
@@ -42,11 +42,12 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     results = Results.at(
         options.out / f"gpu-{'tiny' if options.tiny else device.split()[-1].lower()}.json",
-        machine(device, options.commit or commit()),
+        machine(device),
+        options.commit or current_commit(),
     )
     run = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} {driver}".strip()
     units = [(row, dtype) for dtype in options.dtypes for row in options.rows]
-    units = [unit for unit in units if any((*unit, method) not in results.facts for method in options.methods)]
+    units = [unit for unit in units if not results.holds(*unit, options.methods)]
     asked = lambda unit, method: method in (TRUTH, *options.methods) or (*unit, method) in results.facts
     jobs = [Job(*unit, m) for m in (TRUTH, *METHODS) for unit in units if asked(unit, m)]  # large rows beside small ones
     jobs.sort(key=lambda job: (options.dtypes.index(job.dtype), *job.order))
@@ -97,7 +98,7 @@ def parsed() -> argparse.Namespace:
     return options
 
 
-def commit() -> str:
+def current_commit() -> str:
     if shutil.which("git") is None:
         return "unknown"
     done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False, cwd=HERE)

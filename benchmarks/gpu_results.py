@@ -1,4 +1,4 @@
-"""The results of the GPU benchmark: one JSON for one machine, its versions and one commit, and the Markdown table of it."""
+"""The results of the GPU benchmark: one JSON for one machine and its versions, and the Markdown table of it."""
 
 import importlib.metadata
 import json
@@ -21,11 +21,11 @@ TIMES_THE_LOOP = 3
 """On the timed batch an answer may be off this many times as far as one backward a sample is in the same dtype."""
 
 
-def machine(device: str, commit: str) -> dict[str, str]:
+def machine(device: str) -> dict[str, str]:
     """What must agree for two results to stand in one table."""
     versions = {name: version(name) for name in PACKAGES}
     cpus = f"{os.cpu_count()} CPUs"
-    return {"device": device, "host": cpus, "python": platform.python_version(), **versions, "commit": commit}
+    return {"device": device, "host": cpus, "python": platform.python_version(), **versions}
 
 
 def version(name: str) -> str:
@@ -50,15 +50,16 @@ class Results:
     path: Path
     machine: dict[str, str]
     facts: dict[Key, dict[str, Any]]
+    commit: str = ""
+    """Of what is added."""
     anew: dict[Key, dict[str, Any]] = field(default_factory=dict)
     """Of rows that an earlier run has measured in part, until this one has all of that."""
 
     @classmethod
-    def at(cls, path: Path, machine: dict[str, str]) -> "Results":
-        """What the file holds, or nothing yet; refuses a file of another machine, version or commit."""
-        if not path.exists():
-            return cls(path, machine, {})
-        held = cls.read(path)
+    def at(cls, path: Path, machine: dict[str, str], commit: str) -> "Results":
+        """What the file holds, or nothing yet; refuses a file of another machine or version."""
+        held = cls.read(path) if path.exists() else cls(path, machine, {})
+        held.commit = commit
         other = [
             f"{k}: {held.machine.get(k)} there, {machine[k]} here" for k in machine if held.machine.get(k) != machine[k]
         ]
@@ -73,7 +74,7 @@ class Results:
 
     def add(self, key: Key, facts: dict[str, Any]) -> None:
         row, dtype, method = key
-        self.anew[key] = {"row": row, "dtype": dtype, "method": method, **facts}
+        self.anew[key] = {"row": row, "dtype": dtype, "method": method, **facts, "commit": self.commit}
         of_row = {k: f for k, f in self.anew.items() if k[:2] == key[:2]}
         if all(k in of_row or f["run"] == facts["run"] for k, f in self.facts.items() if k[:2] == key[:2]):
             self.facts |= of_row
@@ -87,10 +88,14 @@ class Results:
         part.rename(self.path)
         self.path.with_suffix(".md").write_text(markdown(self))
 
+    def holds(self, row: str, dtype: str, methods: list[str]) -> bool:
+        """Whether all of this is there, of this commit."""
+        return all(self.facts.get((row, dtype, m), {}).get("commit") == self.commit for m in methods)
+
     def check(self, row: str, method: str) -> dict[str, Any]:
-        """What the check on a few samples found, if it was run: it is in float32 whatever is timed."""
+        """What the check on a few samples found, if it was run at this commit: it is in float32 whatever is timed."""
         for dtype in DTYPES:
-            facts = self.facts.get((row, dtype, method), {})
+            facts = self.facts.get((row, dtype, method), {}) if self.holds(row, dtype, [method]) else {}
             if "small_error" in facts or facts.get("in_check"):
                 return {k: facts[k] for k in ("small_error", "failed", "in_check") if k in facts}
         return {}
@@ -145,7 +150,8 @@ def section(results: Results, row: str, dtype: str) -> str:
     if not facts:
         return ""
     truth = results.facts.get((row, dtype, "truth"), {})
-    lines = [f"## {ROWS[row].title}, {dtype}", ""]
+    runs = dict.fromkeys(f"{f['run']}, commit {f['commit']}" for f in facts.values())
+    lines = [f"## {ROWS[row].title}, {dtype}", "", f"Run of {' and '.join(runs)}.", ""]
     if "floor" in truth:
         rates = f"{truth['flops'] / 1e12:.0f} TFLOP/s, {truth['bytes'] / 1e12:.1f} TB/s"
         lines += [

@@ -53,8 +53,12 @@ def test_each_method_is_checked_and_timed(tmp_path):
     assert "| BackPACK, gradients | fails: " in table
     again = run_tiny(tmp_path, "--methods", "plain eager", "samplewise eager, clipped")
     assert "samplewise" not in again.stdout.split("`python")[0], "what stands there already was measured again"
-    other = run_tiny(tmp_path, "--methods", "plain eager", "--commit", "another")
-    assert "commit" in other.stderr and "--out" in other.stderr
+    other = run_tiny(tmp_path, "--methods", "plain eager", "samplewise eager, clipped", "--commit", "another")
+    assert other.stdout.count(" ms\n") == 3 and ", commit another." in (tmp_path / "gpu-tiny.md").read_text()
+    held = json.loads((tmp_path / "gpu-tiny.json").read_text())
+    (tmp_path / "gpu-tiny.json").write_text(json.dumps({**held, "machine": {**held["machine"], "torch": "0.4"}}))
+    other = run_tiny(tmp_path, "--methods", "plain eager")
+    assert "torch: 0.4 there" in other.stderr and "--out" in other.stderr
 
 
 def test_what_fails_in_its_check_is_not_run_again(tmp_path):
@@ -78,7 +82,7 @@ def test_what_takes_too_long_is_ended_and_listed(tmp_path):
 def test_a_row_keeps_an_earlier_run_until_a_later_one_has_as_much(tmp_path):
     from gpu_results import Results
 
-    results = Results(tmp_path / "some.json", {"device": "none, tiny", "commit": "0"}, {})
+    results = Results(tmp_path / "some.json", {"device": "none, tiny"}, {})
     times = {"p20": 1.0, "p50": 1.0, "p80": 1.0, "peak_gib": None}
     for method in ("plain eager", "plain compiled"):
         results.add(("lstm", "bf16", method), {**times, "run": "first"})
@@ -98,7 +102,7 @@ def test_a_wrong_peer_is_called_wrong(tmp_path):
     from gpu_plot import bars, draw
     from gpu_results import Results, markdown
 
-    results = Results(tmp_path / "some.json", {"device": "none, tiny", "commit": "0"}, {})
+    results = Results(tmp_path / "some.json", {"device": "none, tiny"}, {})
     times = {"p20": 1.0, "p50": 2.0, "p80": 3.0, "peak_gib": 1.0, "run": "a"}
     results.add(("lstm", "bf16", "plain compiled"), times)
     results.add(("lstm", "bf16", "vmap(grad), clipped sum"), {**times, "p50": 4.0, "small_error": 0.25})
