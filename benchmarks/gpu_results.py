@@ -94,9 +94,9 @@ class Results:
 
     def check(self, row: str, method: str) -> dict[str, Any]:
         """What the check on a few samples found, if it was run at this commit: it is in float32 whatever is timed."""
-        for dtype in DTYPES:
-            facts = self.facts.get((row, dtype, method), {}) if self.holds(row, dtype, [method]) else {}
-            if "small_error" in facts or facts.get("in_check"):
+        for key in ((row, dtype, method) for dtype in DTYPES):
+            facts = self.anew.get(key) or self.facts.get(key, {})
+            if facts.get("commit") == self.commit and ("small_error" in facts or facts.get("in_check")):
                 return {k: facts[k] for k in ("small_error", "failed", "in_check") if k in facts}
         return {}
 

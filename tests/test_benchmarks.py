@@ -98,6 +98,19 @@ def test_a_row_keeps_an_earlier_run_until_a_later_one_has_as_much(tmp_path):
         assert held() == runs
 
 
+def test_a_check_is_made_once_a_commit(tmp_path):
+    from gpu_results import Results
+
+    machine, times = {"device": "none, tiny"}, {"p20": 1.0, "p50": 1.0, "p80": 1.0, "peak_gib": None}
+    for commit in ("one", "two"):
+        results = Results.at(tmp_path / "some.json", machine, commit)
+        assert results.check("lstm", "plain eager") == {}
+        results.add(("lstm", "bf16", "plain eager"), {**times, "run": commit, "small_error": 0.5})
+        assert results.check("lstm", "plain eager") == {"small_error": 0.5}
+        results.add(("lstm", "bf16", "plain compiled"), {**times, "run": commit})
+        assert results.holds("lstm", "bf16", ["plain eager", "plain compiled"])
+
+
 def test_a_wrong_peer_is_called_wrong(tmp_path):
     from gpu_plot import bars, draw
     from gpu_results import Results, markdown
