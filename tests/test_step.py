@@ -5,6 +5,7 @@ import random
 import secrets
 import string
 import types
+from os import urandom
 from typing import Any
 
 import numpy as np
@@ -293,17 +294,19 @@ DRAWS = {
     "the system": lambda: random.SystemRandom().random(),
     "secrets": lambda: secrets.randbelow(100),
     "bytes": lambda: os.urandom(1)[0],
+    "bytes by a name of one's own": lambda: urandom(1)[0],
+    "bytes of the kernel": lambda: os.getrandom(1)[0],
 }
 
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_random_numbers_of_python_are_refused(name, uncompiled):
-    draw, system = DRAWS[name], os.urandom
+    draw, system = DRAWS[name], (os.urandom, os.getrandom, urandom, random._urandom)
     model = Fn(lambda s, x: s.l(x) * draw(), l=nn.Linear(4, 3))
     step, _ = both(model, verify=False)
     with pytest.raises(sw.SamplewiseError, match="Draw them with torch"):
         step(*batch_of())
-    assert os.urandom is system
+    assert (os.urandom, os.getrandom, urandom, random._urandom) == system
 
 
 class Formatter(string.Formatter):

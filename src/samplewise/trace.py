@@ -138,21 +138,33 @@ def _drawn() -> tuple:
 
 
 class SystemRandomness:
-    """Hears whether code of this thread asks the operating system for random bytes: secrets, uuid, SystemRandom."""
+    """Hears whether code of this thread asks the operating system for random bytes (secrets, uuid, SystemRandom), by whatever name."""
 
     def __init__(self) -> None:
         self.was_read = False
 
     def __enter__(self) -> None:
-        self._thread, self._urandom = threading.get_ident(), os.urandom
-        os.urandom = random._urandom = self._read  # type: ignore[attr-defined]
+        self._thread = threading.get_ident()
+        heard = {id(draw): self._heard(draw) for draw in (os.urandom, getattr(os, "getrandom", None)) if draw is not None}
+        spaces = [
+            space for module in list(sys.modules.values()) if isinstance(space := getattr(module, "__dict__", None), dict)
+        ]
+        self._before = [
+            (space, name, value) for space in spaces for name, value in list(space.items()) if id(value) in heard
+        ]
+        for space, name, value in self._before:
+            space[name] = heard[id(value)]
 
     def __exit__(self, *_: Any) -> None:
-        os.urandom = random._urandom = self._urandom  # type: ignore[attr-defined]
+        for space, name, value in self._before:
+            space[name] = value
 
-    def _read(self, size: int) -> bytes:
-        self.was_read = self.was_read or threading.get_ident() == self._thread
-        return self._urandom(size)
+    def _heard(self, draw: Callable[..., bytes]) -> Callable[..., bytes]:
+        def read(*args: Any, **kwargs: Any) -> bytes:
+            self.was_read = self.was_read or threading.get_ident() == self._thread
+            return draw(*args, **kwargs)
+
+        return read
 
 
 class Unread(TorchDispatchMode):
