@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from samplewise import sizes
 from samplewise.batches import has_rows, kind_of, refuse_strange, resized, surroundings
+from samplewise.channels_last import lay_images
 from samplewise.choice import refuse_lazy
 from samplewise.errors import SamplewiseError
 from samplewise.hints import hinted
@@ -284,11 +285,14 @@ class Compiled:
         computed = [node for node in graph.graph.nodes if node.op == "call_function"]
         if any(t.is_cpu for node in computed for t in values_of(node)):
             settings["cpp.simdlen"] = _vector_bits()
+        told = hinted(graph)
+        if lay_images(told):
+            settings["force_layout_optimization"] = True
         options: Any = {"fullgraph": True, "options": settings}
         if is_fixed:
-            compiled = _as_written(torch.compile(hinted(graph).forward, dynamic=False, **options))
+            compiled = _as_written(torch.compile(told.forward, dynamic=False, **options))
             return compiled if writes else self._recorder.recorded(compiled, graph, tensors)
-        compiled = _as_written(torch.compile(hinted(graph).forward, **options))
+        compiled = _as_written(torch.compile(told.forward, **options))
 
         def run(*tensors: Tensor) -> list[Tensor]:
             rows = [t for t in tensors if has_rows(t, self.batch_dim, tensors[0].shape[self.batch_dim])]
