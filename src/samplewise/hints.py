@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
+from samplewise.group_norms import take_one_pass
 from samplewise.writes import is_view_op, root_of, written_in
 
 LARGE = 1 << 20
@@ -21,6 +22,8 @@ def hinted(graph: GraphModule) -> GraphModule:
     """The graph with the same results, as the compiler should see it."""
     copy = Graph()
     copy.output(copy.graph_copy(graph.graph, {}))
+    take_one_pass(copy)
+    tell_the_compiler()
     merge_masks(copy)
     keep_sums(copy)
     return GraphModule(graph, copy)
