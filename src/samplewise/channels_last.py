@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,7 +93,8 @@ def lay_images(graph: GraphModule) -> bool:
 
 def _replace(graph: Graph, node: Node) -> None:
     """Takes `conv_gradient` where one gradient is wanted, of the weight or of the images."""
-    g, x, weight, _, *geometry, (of_x, of_weight, of_bias) = node.args
+    args: Any = node.args
+    g, x, weight, _, *geometry, (of_x, of_weight, of_bias) = args
     results = list(node.users)
     if of_x == of_weight or of_bias or not all(_is_image(n) for n in (g, x, weight, *results)):
         return
@@ -111,7 +113,7 @@ def _lay(graph: Graph) -> None:
     order = {node: k for k, node in enumerate(graph.nodes)}
     written = {root_of(t): order[node] for node in graph.nodes for t in written_by(node)}
     for node in list(graph.nodes):
-        images = node.args[:2] if node.target is CONV_GRADIENT else node.args[:1] if node.target is CONV else ()
+        images: Any = node.args[:2] if node.target is CONV_GRADIENT else node.args[:1] if node.target is CONV else ()
         for image in images:
             if image.target is LAID or not _is_image(image) or written.get(root_of(image), -1) > order[image]:
                 continue
@@ -128,7 +130,7 @@ def _laid(graph: Graph, image: Node, traced: Node) -> Node:
 
 
 def _is_image(node: Node) -> bool:
-    value = node.meta["val"]
-    if value.ndim != 4 or value.dtype not in DTYPES:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.ndim != 4 or value.dtype not in DTYPES:
         return False
     return value.is_contiguous() or value.is_contiguous(memory_format=LAST)
