@@ -22,8 +22,8 @@ def hinted(graph: GraphModule) -> GraphModule:
     """The graph with the same results, as the compiler should see it."""
     copy = Graph()
     copy.output(copy.graph_copy(graph.graph, {}))
-    take_one_pass(copy)
     tell_the_compiler()
+    take_one_pass(copy)
     merge_masks(copy)
     keep_sums(copy)
     return GraphModule(graph, copy)
@@ -72,7 +72,6 @@ def keep_sums(graph: Graph) -> None:
                 copy = graph.call_function(torch.ops.samplewise.kept.default, (node,))
             copy.meta, order[copy] = dict(node.meta), order[node]
             node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
-            tell_the_compiler()
 
 
 def merge_masks(graph: Graph) -> None:
