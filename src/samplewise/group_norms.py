@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph
 
+from samplewise.ops.norm import of_channels, over_space
 from samplewise.precision import wide
 
 BACKWARD = torch.ops.aten.native_group_norm_backward.default
@@ -31,22 +32,15 @@ def group_norm_gradient(
     g: Tensor, x: Tensor, mean_NG: Tensor, rstd_NG: Tensor, weight: Tensor | None, num_groups: int
 ) -> Tensor:
     """The gradient of x [N, C, ...]: scale · g + slope · x + shift, three numbers a channel of an image."""
-    N, C = x.shape[:2]
-    mean, rstd, g_wide, x_wide = wide(mean_NG), wide(rstd_NG), wide(g), wide(x)
-
-    def each(of_group: Tensor) -> Tensor:
-        """[N, C]: the number of each channel's group."""
-        return of_group.unsqueeze(2).expand(N, num_groups, C // num_groups).reshape(N, C)
+    mean, rstd = wide(mean_NG), wide(rstd_NG)
 
     def mean_over_group(sum_NC: Tensor) -> Tensor:
         weighted = sum_NC if weight is None else sum_NC * weight
-        return weighted.reshape(N, num_groups, -1).sum(2) * (N * num_groups / x.numel())
+        return weighted.reshape(*mean.shape, -1).sum(2) * (mean.numel() / x.numel())
 
-    def along_x(number_NC: Tensor) -> Tensor:
-        return torch.ops.samplewise.kept(number_NC).reshape(N, C, *[1] * (x.ndim - 2))
-
-    centre = each(mean).reshape(N, C, *[1] * (x.ndim - 2))
-    slope = -mean_over_group(((x_wide - centre) * g_wide).reshape(N, C, -1).sum(2)) * rstd**3
-    shift = -mean_over_group(g_wide.reshape(N, C, -1).sum(2)) * rstd - slope * mean
-    scale = each(rstd) if weight is None else each(rstd) * weight
-    return (along_x(scale) * g_wide + along_x(each(slope)) * x_wide + along_x(each(shift))).to(x.dtype)
+    slope = -mean_over_group(over_space((x - of_channels(mean, x)) * g)) * rstd**3
+    shift = -mean_over_group(over_space(g)) * rstd - slope * mean
+    scale = of_channels(rstd, x)
+    scale = scale if weight is None else scale * weight.reshape(-1, *[1] * (x.ndim - 2))
+    scale, slope, shift = map(torch.ops.samplewise.kept, (scale, of_channels(slope, x), of_channels(shift, x)))
+    return (scale * g + slope * x + shift).to(x.dtype)

@@ -109,8 +109,7 @@ def group_norm(
 
     def centred_sum(x: Tensor, g: Tensor, mean: Tensor) -> Tensor:
         """[N, C]: (x - mean) · g summed over space."""
-        centred = x.reshape(len(x), num_groups, -1) - wide(mean).unsqueeze(2)  # in mean's dtype: no copy of x in float32
-        return centred.reshape(len(x), x.shape[1], -1).mul_(g.reshape(*g.shape[:2], -1)).sum(2)
+        return over_space((x - of_channels(wide(mean), x)).mul_(g))  # in mean's dtype: no copy of x in float32
 
     def scale(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Dense:
         # A few images at a time: on the CPU, memory that is mapped anew for all of them costs more than the arithmetic.
@@ -232,4 +231,16 @@ def prelu(meeting: Meeting, input: Tensor, weight: Tensor) -> Any:
 
 def per_channel(t: Tensor, images: Fold) -> Dense:
     """t [N, C, *spatial] summed over space and over the images of a sample."""
-    return Dense(images.total(t.reshape(*t.shape[:2], -1).sum(2, dtype=wide_dtype(t))))
+    return Dense(images.total(over_space(t)))
+
+
+def over_space(t: Tensor) -> Tensor:
+    """t [N, C, *spatial] summed over space, in float32 or better."""
+    return t.sum(tuple(range(2, t.ndim)), dtype=wide_dtype(t)) if t.ndim > 2 else wide(t)
+
+
+def of_channels(of_group_NG: Tensor, x: Tensor) -> Tensor:
+    """[N, C, 1, ...]: for each channel of x the number of its group."""
+    N, C = x.shape[:2]
+    each = of_group_NG.unsqueeze(2).expand(*of_group_NG.shape, C // of_group_NG.shape[1])
+    return each.reshape(N, C, *[1] * (x.ndim - 2))
