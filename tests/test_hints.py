@@ -158,6 +158,22 @@ WRITES = {
 }
 
 
+def gelu_back(h: Tensor, g: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """What the layer below gets, and the gradient of its bias."""
+    back = torch.ops.aten.gelu_backward(g, h)
+    return back.view(-1, WIDE) @ w, back.sum(1)
+
+
+def test_what_a_product_reads_is_added_up_as_it_is_stored():
+    tensors = drawn((2, WIDE, WIDE), (2, WIDE, WIDE), (WIDE, WIDE))
+    graph, num_kept = hinted(gelu_back, *tensors)
+    assert num_kept == 1
+    torch.testing.assert_close(graph(*tensors), gelu_back(*tensors))
+    torch.testing.assert_close(torch.compile(graph, fullgraph=True)(*tensors), gelu_back(*tensors), rtol=1e-4, atol=1e-4)
+    assert hinted(lambda h, g, w: gelu_back(h, g, w)[0], *tensors)[1] == 0
+    assert hinted(lambda h, g, w: gelu_back(h, g, w)[1], *tensors)[1] == 0
+
+
 @pytest.mark.parametrize("name", WRITES)
 def test_what_is_written_to_in_between_is_not_merged(name):
     def run(ids, x):

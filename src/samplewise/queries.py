@@ -16,6 +16,7 @@ from samplewise.parameter import kept, runs
 from samplewise.projections import Projector, projector_of
 from samplewise.samples import Layout
 from samplewise.second import SecondPass
+from samplewise.tracing import is_tracing
 from samplewise.unwatched import unwatched
 
 
@@ -263,7 +264,10 @@ class Grads(Held, Answers[dict[str, Tensor]]):
         if not parts:
             raise nothing_captured()
         dtype = reduce(torch.promote_types, (part.dtype for part in parts), torch.float32)
-        return torch.stack([part.to(parts[0].device, dtype) for part in parts]).sum(0)
+        parts = [part.to(parts[0].device, dtype) for part in parts]
+        return (
+            reduce(torch.add, parts) if is_tracing() else torch.stack(parts).sum(0)
+        )  # the compiler would copy part by part
 
 
 def nothing_captured() -> SamplewiseError:

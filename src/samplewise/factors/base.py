@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import accumulate
 
 import torch
@@ -63,8 +64,7 @@ def mended(norms: Sequence[Hasty]) -> list[Tensor]:
     if not doubted:
         return out
     if is_tracing():
-        for _, is_doubtful in doubted:
-            doubt(is_doubtful.any())
+        doubt(reduce(torch.logical_or, (is_doubtful.to(doubted[0][1].device) for _, is_doubtful in doubted)).any())
         return out
     flags = torch.cat([is_doubtful.to(doubted[0][1].device) for _, is_doubtful in doubted])
     ends = list(accumulate(len(is_doubtful) for _, is_doubtful in doubted))
