@@ -45,7 +45,7 @@ coverage: .venv/dev .venv/bench
 	$(BIN)/python benchmarks/coverage.py --of models
 
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest tests/test_gpu.py tests/test_kernels.py -W default
+	PYTHONPATH=src $(PYTHON) -m pytest tests/test_gpu.py tests/test_kernels.py tests/test_channels_last.py -W default
 
 # COMMIT names what is measured where there is no repository to ask.
 bench-gpu:

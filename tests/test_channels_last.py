@@ -17,6 +17,7 @@ from samplewise.testing import relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch._prims_common.check` is deprecated")
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKWARD = torch.ops.aten.convolution_backward
 GEOMETRY = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 
@@ -36,6 +37,12 @@ class Images(nn.Module):
         x = F.relu_(self.norm(self.stem(self.rows(x).view(-1, 4, 6, 6))))
         x = F.relu(x + self.plain_norm(self.depthwise(x)), inplace=True)
         return self.head(self.up(self.grouped(x) + x).flatten(1))
+
+
+@pytest.fixture(autouse=True)
+def _float32_is_not_rounded():
+    with torch.backends.cudnn.flags(allow_tf32=False), torch.device(DEVICE):
+        yield
 
 
 def ask(grads: sw.Grads) -> tuple:
