@@ -90,6 +90,7 @@ def lay_images(graph: GraphModule) -> bool:
         if node.target is torch.ops.aten.convolution_backward.default:
             _replace(graph.graph, node)
     _lay(graph.graph)
+    graph.recompile()
     return True
 
 
