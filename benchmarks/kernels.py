@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samplewise.kernels import conv_gram_norm, conv_norm, direct_norm, gram_norm, reference
+from samplewise.kernels import conv_gram_norm, conv_norm, depthwise, direct_norm, gram_norm, reference
 
 RESULT = Path(__file__).parent / "results" / "kernels-h200.md"
 TOLERANCE = 1e-4
@@ -294,12 +294,60 @@ def conv_cases(kind: str) -> Iterator[Case]:
         )
 
 
+DEPTHWISE = [
+    (32, 96, 56, 7, 1, torch.bfloat16),
+    (32, 384, 14, 7, 1, torch.bfloat16),
+    (32, 144, 56, 3, 2, torch.bfloat16),
+    (32, 384, 14, 7, 1, torch.float32),
+]
+"""(B, C, size, kernel, stride, dtype)"""
+
+
+def depthwise_cases() -> Iterator[Case]:
+    for B, C, size, k, stride, dtype in DEPTHWISE:
+        out = (size + 2 * (k // 2) - k) // stride + 1
+        x = torch.randn(B, C, size, size, device="cuda", dtype=dtype).contiguous(memory_format=torch.channels_last)
+        g = torch.randn(B, C, out, out, device="cuda", dtype=dtype).contiguous(memory_format=torch.channels_last)
+        geometry = ([k, k], [stride, stride], [k // 2, k // 2], [1, 1])
+
+        def built(x: Tensor = x, g: Tensor = g, geometry: tuple = geometry) -> Tensor:
+            (kernel, stride, padding, dilation), (B, C) = geometry, g.shape[:2]
+            patches = F.unfold(x, kernel, dilation=dilation, padding=padding, stride=stride)
+            return g.reshape(B, C, 1, -1) @ patches.view(B, C, -1, patches.shape[2]).mT
+
+        def floor(x: Tensor = x, g: Tensor = g, geometry: tuple = geometry) -> Tensor:
+            (kernel, stride, padding, dilation), C = geometry, x.shape[1]
+            weight, wanted = x.new_empty(C, 1, *kernel), [False, True, False]
+            return torch.ops.aten.convolution_backward(
+                g, x, weight, None, stride, padding, dilation, False, [0, 0], C, wanted
+            )[1]
+
+        truth = reference.conv_per_sample(x[:2].double(), g[:2].double(), *geometry, C)
+        cuts = {}
+        for o, l in itertools.product((16, 32, 64), (1, 2, 4, 8)):
+            cut = depthwise.config(g, [k, k])._replace(block_o=o, block_l=l)
+            cuts[str(tuple(cut))] = lambda cut=cut, x=x, g=g, geometry=geometry: depthwise.launch(x, g, *geometry, cut)
+        yield Case(
+            kernel="depthwise",
+            shape=f"B{B} {C} channels {size}² {k}×{k} /{stride} {name_of(dtype)}",
+            run=lambda x=x, g=g, geometry=geometry: depthwise.depthwise_per_sample(x, g, *geometry),
+            reference=lambda x=x, g=g, geometry=geometry, C=C: reference.conv_per_sample(x, g, *geometry, C),
+            compositions={"unfold, bmm": built},
+            check=lambda got, truth=truth: error_of(got[:2], truth, truth.abs().max()),
+            flops=2.0 * B * C * k * k * out * out,
+            floor=floor,
+            cuts=cuts,
+            tolerance=1e-2,  # the gradients themselves are given in bfloat16
+        )
+
+
 KERNELS: dict[str, Callable[[], Iterator[Case]]] = {
     "gram": gram_cases,
     "direct": direct_cases,
     "conv": lambda: conv_cases("conv"),
     "conv-norm": lambda: conv_cases("conv-norm"),
     "conv-gram": lambda: conv_cases("conv-gram"),
+    "depthwise": depthwise_cases,
 }
 
 

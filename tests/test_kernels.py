@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import samplewise as sw
-from samplewise.kernels import conv_gram_norm, conv_norm, direct_norm, gram_norm, reference
+from samplewise.factors import patches
+from samplewise.kernels import conv_gram_norm, conv_norm, depthwise, direct_norm, gram_norm, reference
 from samplewise.kernels.backend import HAS_TRITON, IS_INTERPRETED, jit, tl
 from samplewise.plan import ROUTES
 from samplewise.testing import oracle
@@ -250,11 +251,40 @@ def test_conv_however_it_is_cut():
         close(conv_norm.launch(x, g, *geometry, cut, torch.empty_like(expected)), expected, scale=expected.abs().max())
 
 
+DEPTHWISE = {
+    "one channel": Conv(C=1, O=3),
+    "no power of two": Conv(C=5, O=5, groups=5, B=1),
+    "two outputs a channel": Conv(C=20, O=40, groups=20, kernel=(7, 7), padding=(3, 3), size=(9, 8)),
+    "strided and dilated": Conv(C=4, O=4, groups=4, size=(11, 9), stride=(2, 3), dilation=(2, 1), padding=(2, 0)),
+    "a long kernel": Conv(C=33, O=33, groups=33, size=(1, 80), kernel=(1, 70), padding=(0, 35)),
+    "a gradient that does not cover": Conv(C=3, O=3, groups=3, size=(9, 9), lost=1),
+    "a gradient that reaches beyond": Conv(C=3, O=3, groups=3, size=(5, 5), lost=-2),
+}
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("conv", DEPTHWISE.values(), ids=DEPTHWISE)
+def test_depthwise(conv, memory_format, dtype):
+    *images, groups = conv.drawn(dtype, memory_format)
+    assert groups == conv.C
+    expected = reference.conv_per_sample(*images, groups)
+    rounding = torch.finfo(dtype).eps if dtype.itemsize == 2 else TOLERANCE  # added in float32, rounded once
+    cuts = depthwise.config(images[1], images[2]), depthwise.Config(4, 8, 2, 3), depthwise.Config(32, 16, 4, 1)
+    for cut in cuts:
+        got = depthwise.launch(*images, cut)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.float(), expected, rtol=rounding, atol=TOLERANCE * expected.abs().max().item())
+    assert torch.equal(depthwise.depthwise_per_sample(*images), depthwise.launch(*images, cuts[0]))
+
+
 @runs_kernels
 @pytest.mark.parametrize(("layer", "size"), [
     (nn.Conv2d(16, 4, 3, padding=1), (12, 11)), (nn.Conv2d(32, 6, (2, 3), stride=2, groups=2), (6, 7)),
     (nn.Conv1d(16, 3, 4, padding="same"), (140,)), (nn.ConvTranspose2d(3, 16, 3, stride=2), (4, 5)),
-    (nn.Conv2d(3, 4, 3), (5, 5)), (nn.Conv3d(16, 2, 2), (3, 3, 3)),
+    (nn.Conv2d(3, 4, 3), (5, 5)), (nn.Conv3d(16, 2, 2), (3, 3, 3)), (nn.Conv2d(6, 12, 3, padding=1, groups=6), (5, 4)),
+    (nn.Conv1d(8, 6, 3, groups=2, dilation=2), (9,)), (nn.ConvTranspose2d(4, 4, 3, groups=4), (4, 3)),
 ], ids=str)  # fmt: skip
 def test_convolutions_by_every_route(layer, size, monkeypatch):
     """What the library makes of the kernels, against one backward a sample in float64."""
@@ -267,6 +297,18 @@ def test_convolutions_by_every_route(layer, size, monkeypatch):
             square(layer, x).sum().backward()
         close(grads.norms().double(), truth.flatten(1).norm(dim=1))
         close(grads.materialize()["weight"].double(), truth, scale=truth.abs().max())
+
+
+@runs_kernels
+@pytest.mark.parametrize(("groups", "is_taken"), [(6, True), (3, False), (1, False)])
+def test_depthwise_convolutions_take_their_kernel(groups, is_taken, monkeypatch):
+    calls, kernel = [], patches.depthwise_per_sample
+    monkeypatch.setattr(patches, "depthwise_per_sample", lambda *args: calls.append(args) or kernel(*args))
+    layer = nn.Conv2d(6, 6, 3, groups=groups)
+    with sw.capture(layer, verify=False) as grads:
+        layer(torch.randn(2, 6, 5, 5)).sum().backward()
+    grads.norms()
+    assert bool(calls) == is_taken
 
 
 @once
@@ -295,6 +337,9 @@ FAR = {
     "conv Gram": lambda a, g: conv_gram_norm.conv_gram_sq_norms(
         a.mT.unsqueeze(2), g.mT.unsqueeze(2), [1, 1], [1, 1], [0, 0], [1, 1], 1
     )[0],
+    "depthwise": lambda a, g: depthwise.depthwise_per_sample(
+        a.mT.unsqueeze(2), g[..., :3].mT.unsqueeze(2), [1, 1], [1, 1], [0, 0], [1, 1]
+    ),
 }
 """What is asked of a whose entries lie far apart."""
 
@@ -343,7 +388,7 @@ def test_nothing_here_is_imported_before_it_is_needed():
 import sys, samplewise, torch
 assert not [name for name in sys.modules if name.startswith(("triton", "samplewise.kernels"))]
 sys.modules["triton"] = None  # as if it were not installed
-from samplewise.kernels import conv_gram_norm, conv_norm, direct_norm, gram_norm
+from samplewise.kernels import conv_gram_norm, conv_norm, depthwise, direct_norm, gram_norm
 print(direct_norm.direct_sq_norms(torch.ones(1, 2, 3), torch.ones(1, 2, 4)).tolist())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -371,6 +416,7 @@ CALLS = {
     "conv bf16": lambda: (conv_norm.conv_per_sample, CONVS["plain"].drawn(torch.bfloat16, torch.channels_last)),
     "conv Gram": lambda: (conv_gram_norm.conv_gram_sq_norms, CONVS["groups"].drawn(torch.bfloat16)),
     "conv norm": lambda: (conv_norm.conv_sq_norms, CONVS["plain"].drawn(torch.bfloat16)),
+    "depthwise": lambda: (depthwise.depthwise_per_sample, CONVS["depthwise"].drawn(torch.bfloat16)[:-1]),
 }
 
 

@@ -44,3 +44,9 @@ def conv_per_sample(x_BCHW: Tensor, g_BOHW: Tensor, *geometry: object) -> Tensor
     from samplewise.kernels import conv_norm
 
     return conv_norm.conv_per_sample(x_BCHW, g_BOHW, *geometry)  # type: ignore[arg-type]
+
+
+def depthwise_per_sample(x_BCHW: Tensor, g_BOHW: Tensor, *geometry: object) -> Tensor:
+    from samplewise.kernels import depthwise
+
+    return depthwise.depthwise_per_sample(x_BCHW, g_BOHW, *geometry)  # type: ignore[arg-type]

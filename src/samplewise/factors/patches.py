@@ -9,7 +9,7 @@ from torch import Tensor
 
 from samplewise.factors.base import Factor, Hasty, flat, mended
 from samplewise.factors.outer import Outer
-from samplewise.fused import conv_gram_sq_norms, conv_per_sample, conv_sq_norms, has_kernel
+from samplewise.fused import conv_gram_sq_norms, conv_per_sample, conv_sq_norms, depthwise_per_sample, has_kernel
 from samplewise.plan import Use, norm_route, use_of
 from samplewise.precision import kept_dtype, scaled, wide, wide_dtype
 
@@ -46,6 +46,9 @@ class Patches(Factor):
     def materialize(self) -> Tensor:
         if self._has_kernel() and self.g.shape[3:].numel() >= MANY_OUTPUTS:
             return conv_per_sample(*self._images()).reshape(self.num_samples, *self.shape)
+        if self._is_depthwise():
+            *images, _ = self._images()
+            return depthwise_per_sample(*images).reshape(self.num_samples, *self.shape)
         if self._is_quicker_as_groups():
             return self._materialize_as_groups()
         parts = [part.outer().materialize() for _, part in self.chunks() if isinstance(part, Patches)]
@@ -62,7 +65,7 @@ class Patches(Factor):
         held = sum(t.numel() * t.element_size() for t in self.tensors())
         I *= torch.Size(kernel).numel()
         sizes = (self.num_samples, T, groups, I, O // groups, self.g.element_size(), kept_dtype(self.g).itemsize, held)
-        return use_of(*sizes, is_patched=True, gathers=self._has_kernel())
+        return use_of(*sizes, is_patched=True, gathers=self._has_kernel() or self._is_depthwise())
 
     def select(self, samples: Tensor | slice) -> "Patches":
         return Patches(self.x[samples], self.g[samples], self.geometry)
@@ -83,7 +86,7 @@ class Patches(Factor):
             if by_gram:
                 return Hasty.of_terms(*conv_gram_sq_norms(*self._images()), self._direct_sq_norms_of)
             return Hasty(conv_sq_norms(*self._images()))
-        if not by_gram and self._is_quicker_as_groups():
+        if not by_gram and (self._is_depthwise() or self._is_quicker_as_groups()):
             return Hasty(super().sq_norms())
         return Hasty(torch.cat([part.outer().sq_norms(route) for _, part in self.chunks() if isinstance(part, Patches)]))
 
@@ -151,8 +154,15 @@ class Patches(Factor):
         256 images of 64 to 64 channels of 32×32, 3×3, have their norms in 94 µs, and in 212 by patches in memory; 256 to 256 of
         8×8 by Gram matrices in 25, and in 67; but 32 images of 3 channels, 7×7, in 878, and in 438 (H200, bfloat16).
         """
-        is_image = self.g.shape[1] == 1 and len(self.geometry.kernel) <= 2
-        return is_image and self.shape[1] >= 16 and has_kernel(self.x, self.g)
+        return self.shape[1] >= 16 and self._are_images() and has_kernel(self.x, self.g)
+
+    def _is_depthwise(self) -> bool:
+        """Whether each channel is a group, so that gradients are plain sums: 54 µs for 32 images of 384 channels of 14×14, 7×7, and
+        516 by patches in memory (H200, bfloat16). For 4 channels a group such sums took 509 µs where patches took 242."""
+        return self.geometry.groups == self.x.shape[2] > 1 and self._are_images() and has_kernel(self.x, self.g)
+
+    def _are_images(self) -> bool:
+        return self.g.shape[1] == 1 and len(self.geometry.kernel) <= 2
 
     def _images(self) -> tuple:
         """x, g and the geometry as the kernels take them: one image a sample, with a height of 1 where it has none."""
