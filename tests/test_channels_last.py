@@ -49,7 +49,7 @@ def ask(grads: sw.Grads) -> tuple:
     return grads.norms(), grads.clipped_sum(max_norm=0.1), grads.materialize()
 
 
-@pytest.mark.parametrize("size", [4, 7])
+@pytest.mark.parametrize("size", [1, 4, 7])
 def test_images_in_a_compiled_step(size):
     model, x, y = Images(), torch.randn(size, 10), torch.randint(3, (size,))
     loss = lambda model, x, y: F.cross_entropy(model(x), y, reduction="none")

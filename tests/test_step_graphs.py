@@ -160,6 +160,26 @@ def test_compiled_for_all_sizes():
     assert step.num_graphs == 3
 
 
+def test_an_op_that_torch_compiles_for_known_sizes_alone():
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(3, 1, 3), nn.Flatten())
+    step, eager = both(model, lambda model, x: model(x).square().sum(1))
+    for size in (4, 7, 4, 2):
+        x = torch.randn(size, 2, 5, 5)
+        assert error(step(x), eager(x)) < 1e-6, size
+    assert not step.num_op_by_op
+
+
+def test_code_for_the_cpu_has_no_vectors():
+    """Those of torch write past the end of sums: `WITHOUT_VECTORS`."""
+    from torch._inductor import config
+    from torch._inductor.utils import run_and_get_code
+
+    step, _ = both(mlp(width=40))
+    with config.patch(fx_graph_cache=False):
+        _, codes = run_and_get_code(step, *batch_of(9, width=40))
+    assert codes and not any("Vectorized" in code for code in codes)
+
+
 OF_ONE_CACHE = """
 import torch, samplewise as sw
 from torch import nn

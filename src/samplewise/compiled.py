@@ -1,6 +1,5 @@
 """Compiled steps: one graph for each kind of batch and state of the model that is met, whatever the batch's size."""
 
-import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -30,6 +29,11 @@ UNSIZED = torch.ops.samplewise.cudnn_steps.default
 """An op whose results are of sizes that only running it tells."""
 MAX_SIZES = 4
 """How many sizes of a batch are compiled one by one where no graph for all sizes is found; others are taken op by op."""
+
+WITHOUT_VECTORS = 1
+"""The width of vectors in code for the CPU. With wider ones the compiler stores whole vectors at the end of a sum whose length is no
+multiple: torch 2.11 aborts on depthwise convolutions of one sample, and torch 2.15 still writes past the end, or over the next row,
+where sums are tiled (pytorch/pytorch#196681). It also takes code that its cache on disk has for a processor with other vectors."""
 
 
 @dataclass
@@ -90,6 +94,7 @@ class Compiled:
             return self._op_by_op(batch, "a batch without samples")
         kind = (spec, tuple(kind_of(leaf, self.batch_dim, size) for leaf in leaves), surroundings())
         graph, outputs = self._launched(kind, size, tensors)
+        family = None
         if graph is None:
             family, taken = self._family(kind, batch)
             if taken:
@@ -99,7 +104,16 @@ class Compiled:
             if graph is None:
                 return self._op_by_op(batch, f"a size beyond {MAX_SIZES}, and no graph serves all: {family.why_not}")
         undo = Undo(graph.trace.written(tensors)) if graph.trace.writes and graph.trace.has_doubt else None
-        outputs = graph.run(*tensors) if outputs is None else outputs
+        try:
+            outputs = graph.run(*tensors) if outputs is None else outputs
+        except RuntimeError as error:
+            from torch._dynamo.exc import TorchDynamoException  # slow to import
+
+            if family is None or graph is not family.of_any_size or not isinstance(error, TorchDynamoException):
+                raise
+            # not every op of torch tells the sizes of its results where those of its inputs are open
+            family.of_any_size, family.why_not = None, f"torch does not compile it: {str(error).splitlines()[0]}"
+            return self(*batch)
         if graph.trace.has_doubt and bool(outputs[-1]):
             if undo is not None:
                 undo()
@@ -284,7 +298,7 @@ class Compiled:
             settings["size_asserts"] = False
         computed = [node for node in graph.graph.nodes if node.op == "call_function"]
         if any(t.is_cpu for node in computed for t in values_of(node)):
-            settings["cpp.simdlen"] = _vector_bits()
+            settings["cpp.simdlen"] = WITHOUT_VECTORS
         told = hinted(graph)
         if lay_images(told):
             settings["force_layout_optimization"] = True
@@ -301,18 +315,6 @@ class Compiled:
             return compiled(*tensors)
 
         return run if writes else self._recorder.recorded(run, graph, tensors)
-
-
-@functools.cache
-def _vector_bits() -> int:
-    """How wide this processor's vectors are, as the compiler sees them.
-
-    Its cache on disk is asked with all settings, but not with the processor: what another processor, or this one under
-    another ATEN_CPU_CAPABILITY, had left there was run with steps of the wrong width.
-    """
-    from torch._inductor.cpu_vec_isa import pick_vec_isa  # slow to import
-
-    return pick_vec_isa().bit_width()
 
 
 def _check_results(first: Trace, *others: Trace) -> None:
