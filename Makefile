@@ -44,18 +44,20 @@ coverage: .venv/dev .venv/bench
 	$(BIN)/python benchmarks/coverage.py
 	$(BIN)/python benchmarks/coverage.py --of models
 
+# JOBS=14 runs them side by side.
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest tests/test_gpu.py tests/test_kernels.py tests/test_channels_last.py -W default
+	PYTHONPATH=src:.peers $(PYTHON) -m pytest tests/test_gpu.py tests/test_kernels.py tests/test_channels_last.py -W default $(if $(JOBS),-n $(JOBS))
 
 # COMMIT names what is measured where there is no repository to ask.
 bench-gpu:
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu.py $(if $(COMMIT),--commit $(COMMIT))
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu_plot.py
 
-# What bench-gpu compares with, for a GPU machine that cannot install: pure Python, 8 MB, beside a torch, scipy and transformers.
+# What bench-gpu compares with and test-gpu runs side by side with, for a GPU machine that cannot install: pure Python, 8 MB, beside a
+# torch, scipy, transformers and pytest.
 peers: | .venv/bin/uv
 	$(BIN)/uv pip install --quiet --python-version 3.12 --target .peers --no-deps \
-		opacus backpack-for-pytorch opt-einsum einops unfoldnd peft
+		opacus backpack-for-pytorch opt-einsum einops unfoldnd peft pytest-xdist execnet
 
 # .venv/EXTRA stands for "installed with that extra".
 .venv/bin/uv:

@@ -1,128 +1,163 @@
-"""What the eager path costs in Python: a model of GPT-2's depth and ops on tensors so small that kernels hardly count.
+"""What the eager path costs in Python, and where: phases of a clipped step beside those of a plain one.
 
-python benchmarks/overhead.py            prints the rows
-python benchmarks/overhead.py --profile  and where the time goes, by function
+python benchmarks/overhead.py                       models of full depth on the CPU, so small that kernels hardly count
+python benchmarks/overhead.py --cuda                those of the GPU table: phases on the host, and what the device does meanwhile
+python benchmarks/overhead.py --profile --rows vit  and the functions that the time goes to
+
+Nothing waits for the device but the end of a step. "Device" is what its kernels take, one after the other, and "kernels" their number:
+a step that takes much longer than that waits for Python.
 """
 
 import argparse
 import cProfile
+import gc
 import platform
 import pstats
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from transformers import GPT2Config, GPT2LMHeadModel
+from gpu_models import ROWS, Batch, Row, Sizes
+from torch import nn
+from torch.overrides import BaseTorchFunctionMode
 
 import samplewise as sw
 
-B, T, VOCABULARY = 4, 16, 200
+DEEP: dict[str, Sizes] = {
+    "gpt2-256": {"B": 2, "T": 7, "width": 32, "vocabulary": 64},
+    "llama-lora": {"B": 2, "T": 7, "width": 32, "vocabulary": 64, "rank": 4},
+    "vit": {"B": 2, "size": 32, "width": 32, "classes": 10},
+    "resnet18": {"B": 2, "size": 8},
+    "resnet50": {"B": 2, "size": 32, "classes": 10},
+}
+"""What differs from a row's own sizes where kernels should hardly count; depths stay, and so do the widths of ResNets."""
+PHASES = ["opening", "forward", "backward", "closing", "norms", "sums"]
 
 
-def model_and_batch(depth: int) -> tuple[nn.Module, Tensor]:
-    """GPT-2 with `depth` layers of width 48, float32, without dropout, and ids [B, T]."""
-    torch.manual_seed(0)
-    config = GPT2Config(n_layer=depth, n_embd=48, n_head=4, vocab_size=VOCABULARY, n_positions=T, resid_pdrop=0.0)
-    config.embd_pdrop = config.attn_pdrop = 0.0
-    config.use_cache = False
-    return GPT2LMHeadModel(config), torch.randint(VOCABULARY, (B, T))
-
-
-class Counting(TorchFunctionMode):
-    """Counts the calls that a mode is told of."""
+class Phases(defaultdict[str, list[float]]):
+    """{phase: ms in each round}."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.num = 0
+        super().__init__(list)
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        self.num += 1
-        return func(*args, **(kwargs or {}))
-
-
-def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
-    logits = model(ids).logits[:, :-1]
-    return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+    @contextmanager
+    def of(self, phase: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self[phase].append(1e3 * (time.perf_counter() - begin))
 
 
-def steps(model: nn.Module, ids: Tensor) -> dict[str, Callable[[], Any]]:
-    """{row: a step}: each does what the one before does, and one thing more."""
-
-    def plain() -> None:
-        loss_of(model, ids).backward()
-        for p in model.parameters():
-            p.grad = None
-
-    def seen() -> None:
-        with Counting():
-            loss_of(model, ids).backward()
-        for p in model.parameters():
-            p.grad = None
-
-    def captured() -> sw.Grads:
-        with sw.capture(model) as grads:
-            loss_of(model, ids).backward()
-        return grads
-
-    return {
-        "plain": plain,
-        "under an empty mode": seen,
-        "captured": captured,
-        "norms": lambda: captured().norms(),
-        "clipped sum": lambda: captured().clipped_sum(max_norm=1.0),
-    }
+def plain(model: nn.Module, row: Row, batch: Batch, phases: Phases) -> None:
+    with phases.of("forward"):
+        losses = row.loss_fn(model, *batch)
+    with phases.of("backward"):
+        losses.sum().backward()
+    model.zero_grad()
 
 
-def measured(of: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """{row: median ms}, the rows taken in turns, as the machine is shared."""
-    times: dict[str, list[float]] = {row: [] for row in of}
-    for _ in range(rounds):
-        for row, step in of.items():
-            start = time.process_time()
-            step()
-            times[row].append(1e3 * (time.process_time() - start))
-    return {row: statistics.median(taken) for row, taken in times.items()}
+def seen(model: nn.Module, row: Row, batch: Batch, phases: Phases) -> None:
+    """A plain step of which a mode is told that does nothing."""
+    with BaseTorchFunctionMode():
+        plain(model, row, batch, phases)
+
+
+def clipped(model: nn.Module, row: Row, batch: Batch, phases: Phases) -> None:
+    with phases.of("opening"):
+        grads = sw.capture(model)
+        grads.__enter__()
+    with phases.of("forward"):
+        losses = row.loss_fn(model, *batch)
+    with phases.of("backward"):
+        grads.backward(losses)
+    with phases.of("closing"):
+        grads.__exit__(None, None, None)
+    with phases.of("norms"):
+        w = (1 / grads.norms()).clamp(max=1)
+    with phases.of("sums"):
+        grads.weighted_sum(w)
+
+
+STEPS: dict[str, Callable[[nn.Module, Row, Batch, Phases], None]] = {
+    "plain": plain,
+    "under an empty mode": seen,
+    "clipped": clipped,
+}
+
+
+def on_device(step: Callable[[], None]) -> tuple[float, int]:
+    """(ms that kernels of one step take, their number)."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    kernels = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(event.self_device_time_total for event in kernels) / 1e3, len(kernels)
+
+
+def measured(row: Row, options: argparse.Namespace) -> Iterator[list[str]]:
+    """The table's lines of a row."""
+    model, batch = built(row, options.cuda)
+    rest: Callable[[], Any] = torch.cuda.synchronize if options.cuda else lambda: None
+    phases = {name: Phases() for name in STEPS}
+    for step in STEPS.values():
+        for _ in range(3):
+            step(model, row, batch, Phases())
+    gc.collect()
+    gc.freeze()
+    for _ in range(options.rounds):
+        for name, step in STEPS.items():
+            rest()
+            with phases[name].of("whole"):
+                step(model, row, batch, phases[name])
+                rest()
+    gc.unfreeze()
+    whole_of_plain = statistics.median(phases["plain"]["whole"])
+    for name, step in STEPS.items():
+        of = {phase: statistics.median(ms) for phase, ms in phases[name].items()}
+        device, num = on_device(lambda step=step: step(model, row, batch, Phases())) if options.cuda else (None, None)
+        yield [
+            row.title if options.cuda else row.name,
+            name,
+            f"{of['whole']:.1f}",
+            f"{of['whole'] / whole_of_plain:.2f}×",
+            *(f"{of[phase]:.1f}" if phase in of else "" for phase in PHASES),
+            "" if device is None else f"{device:.1f}",
+            "" if num is None else str(num),
+        ]
+
+
+def built(row: Row, cuda: bool) -> tuple[nn.Module, Batch]:
+    if cuda:
+        return row.built("full", "cuda", torch.bfloat16)
+    sizes = {**row.full, **DEEP[row.name]}
+    torch.manual_seed(0)
+    return row.model(**sizes).train(), row.batch(**sizes)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--depth", type=int, default=12)
-    parser.add_argument("--profile", metavar="ROW", nargs="?", const="clipped sum", help="profile this row")
-    arguments = parser.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", choices=list(DEEP), default=list(DEEP), metavar="ROW")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--cuda", action="store_true", help="the table's own sizes in bfloat16")
+    parser.add_argument("--profile", action="store_true")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    model, ids = model_and_batch(arguments.depth)
-    of = steps(model, ids)
-    for step in of.values():
-        for _ in range(3):
-            step()
-    if arguments.profile:
+    device = torch.cuda.get_device_name() if options.cuda else platform.processor() or platform.machine()
+    print(f"{device}, torch {torch.__version__}, medians of {options.rounds} rounds in turns, ms\n")
+    print(f"| model | step | whole | / plain | {' | '.join(PHASES)} | device | kernels |\n|{'-|' * (6 + len(PHASES))}")
+    for name in options.rows:
+        for line in measured(ROWS[name], options):
+            print(f"| {' | '.join(line)} |", flush=True)
+    for name in options.rows if options.profile else ():
+        model, batch = built(ROWS[name], options.cuda)
+        clipped(model, ROWS[name], batch, Phases())
         with cProfile.Profile() as profile:
             for _ in range(10):
-                of[arguments.profile]()
-        pstats.Stats(profile).sort_stats("tottime").print_stats(45)
-        return
-    with Counting() as counting:
-        loss_of(model, ids).backward()
-    num_parameters = len(list(model.parameters()))
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    print(
-        f"{platform.processor() or platform.machine()}, 1 thread, torch {torch.__version__}, Python {sys.version.split()[0]}, {commit}"
-    )
-    print(
-        f"{counting.num} calls told to a mode, {num_parameters} parameters, medians of {arguments.rounds} rounds in turns\n"
-    )
-    print("| step | ms | × plain | µs over plain a call | µs over plain a parameter |\n|-|-|-|-|-|")
-    times = measured(of, arguments.rounds)
-    for row, ms in times.items():
-        over = 1e3 * (ms - times["plain"])
-        print(f"| {row} | {ms:.1f} | {ms / times['plain']:.2f} | {over / counting.num:.1f} | {over / num_parameters:.0f} |")
+                clipped(model, ROWS[name], batch, Phases())
+        pstats.Stats(profile).sort_stats("tottime").print_stats(40)
 
 
 if __name__ == "__main__":
