@@ -337,7 +337,6 @@ def depthwise_cases() -> Iterator[Case]:
             flops=2.0 * B * C * k * k * out * out,
             floor=floor,
             cuts=cuts,
-            tolerance=1e-2,  # the gradients themselves are given in bfloat16
         )
 
 

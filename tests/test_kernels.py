@@ -270,12 +270,10 @@ def test_depthwise(conv, memory_format, dtype):
     *images, groups = conv.drawn(dtype, memory_format)
     assert groups == conv.C
     expected = reference.conv_per_sample(*images, groups)
-    rounding = torch.finfo(dtype).eps if dtype.itemsize == 2 else TOLERANCE  # added in float32, rounded once
     cuts = depthwise.config(images[1], images[2]), depthwise.Config(4, 8, 2, 3), depthwise.Config(32, 16, 4, 1)
     for cut in cuts:
         got = depthwise.launch(*images, cut)
-        assert got.dtype == dtype
-        torch.testing.assert_close(got.float(), expected, rtol=rounding, atol=TOLERANCE * expected.abs().max().item())
+        torch.testing.assert_close(got, expected, rtol=TOLERANCE, atol=TOLERANCE * expected.abs().max().item())
     assert torch.equal(depthwise.depthwise_per_sample(*images), depthwise.launch(*images, cuts[0]))
 
 
@@ -297,6 +295,26 @@ def test_convolutions_by_every_route(layer, size, monkeypatch):
             square(layer, x).sum().backward()
         close(grads.norms().double(), truth.flatten(1).norm(dim=1))
         close(grads.materialize()["weight"].double(), truth, scale=truth.abs().max())
+
+
+@runs_kernels
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_gradients_beyond_half_precision_have_norms(groups, route):
+    """Entries of 100,000, which float16 does not have: norms are of what is added in float32, not of what is rounded."""
+    layer, x = (
+        nn.Conv2d(4, 4, 3, padding=1, groups=groups, bias=False).half().to(DEVICE),
+        torch.randint(30, (2, 4, 9, 9)).half(),
+    )
+    large = lambda model, x: (model(x).float() * 100).flatten(1).sum(1)
+    truth = oracle(layer, large, x)["weight"]
+    assert truth.max() > torch.finfo(torch.float16).max
+    with sw.capture(layer, plan={"weight": route}, verify=False) as grads:
+        grads.backward(large(layer, x))
+    norms = truth.flatten(1).norm(dim=1)
+    torch.testing.assert_close(grads.norms().double(), norms, rtol=1e-5, atol=0)
+    clipped = (truth / norms.view(-1, 1, 1, 1, 1)).sum(0)
+    torch.testing.assert_close(grads.clipped_sum(max_norm=1.0)["weight"].double(), clipped, rtol=2e-3, atol=0)  # in float16
 
 
 @runs_kernels

@@ -140,7 +140,7 @@ class Factor(ABC):
 
     def sq_norms(self, route: str | None = None) -> Tensor:
         """n with n[b] = sum |G[b]|², shape [B], in float32 or better; `route` is one of `plan.ROUTES`, for factors with a choice."""
-        parts = [sq_lengths(part.materialize()) for _, part in self.chunks()]
+        parts = [sq_lengths(part.materialize_wide()) for _, part in self.chunks()]
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
     def hasty_sq_norms(self, route: str | None = None) -> Hasty:
@@ -154,7 +154,7 @@ class Factor(ABC):
         """
         total = None
         for samples, part in self.chunks():
-            G = wide(part.materialize())
+            G = part.materialize_wide()
             term = torch.tensordot(w_B[samples].to(G.dtype), G, dims=1)
             total = term if total is None else total + term
         assert total is not None
@@ -164,7 +164,7 @@ class Factor(ABC):
         """d with d[b] = Re sum conj(direction) * G[b], shape [B], in float32 or better."""
         parts = []
         for _, part in self.chunks():
-            G = wide(part.materialize())
+            G = part.materialize_wide()
             parts.append(_real(flat(G) @ direction.to(G.dtype).conj().flatten()))
         return torch.cat(parts)
 
@@ -172,7 +172,7 @@ class Factor(ABC):
         """d with d[b] = Re sum conj(G[b]) * H[b] for another factor H of the same samples, shape [B]."""
         parts = []
         for samples, part in self.chunks():
-            product = wide(part.materialize()).conj() * wide(other.select(samples).materialize())
+            product = part.materialize_wide().conj() * other.select(samples).materialize_wide()
             parts.append(flat(_real(product)).sum(1))
         return torch.cat(parts)
 

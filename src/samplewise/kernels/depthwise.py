@@ -9,6 +9,7 @@ from torch import Tensor
 from samplewise.kernels import reference
 from samplewise.kernels.backend import ANY_STRIDES, has_kernel, jit, num_processors, power_of_two, tl
 from samplewise.kernels.conv_norm import check_images
+from samplewise.precision import wide_dtype
 
 
 @torch.library.custom_op("samplewise::depthwise_per_sample", mutates_args=(), tags=ANY_STRIDES)
@@ -20,7 +21,7 @@ def depthwise_per_sample(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> Tensor:
-    """G of `conv_per_sample` where each channel is a group, [B, O, 1, *kernel]: no product of matrices is in it.
+    """G of `conv_per_sample` where each channel is a group, [B, O, 1, *kernel], in float32 or better: no product of matrices is in it.
 
     >>> x, g = torch.tensor([[[[1.0, 2.0, 3.0]], [[4.0, 5.0, 6.0]]]]), torch.tensor([[[[1.0, 10.0]], [[1.0, 10.0]]]])
     >>> depthwise_per_sample(x, g, [1, 2], [1, 1], [0, 0], [1, 1]).flatten().tolist()
@@ -28,15 +29,13 @@ def depthwise_per_sample(
     """
     check_images(x_BCHW, g_BOHW, x_BCHW.shape[1])
     if not has_kernel(x_BCHW, g_BOHW):
-        groups = x_BCHW.shape[1]
-        G = reference.conv_per_sample(x_BCHW, g_BOHW, kernel, stride, padding, dilation, groups).to(g_BOHW.dtype)
-        return G.contiguous()
+        return reference.conv_per_sample(x_BCHW, g_BOHW, kernel, stride, padding, dilation, x_BCHW.shape[1]).contiguous()
     return launch(x_BCHW, g_BOHW, kernel, stride, padding, dilation, config(g_BOHW, kernel))
 
 
 @depthwise_per_sample.register_fake
 def _(x_BCHW, g_BOHW, kernel, stride, padding, dilation):
-    return g_BOHW.new_empty(*g_BOHW.shape[:2], 1, *kernel)
+    return g_BOHW.new_empty(*g_BOHW.shape[:2], 1, *kernel, dtype=wide_dtype(g_BOHW))
 
 
 class Config(NamedTuple):
@@ -74,16 +73,15 @@ def launch(
     g_BOL, N = g_BOHW.flatten(2), kernel[0] * kernel[1]
     L = g_BOL.shape[2]
     num_o, num_n = -(-O // cut.block_o), -(-N // cut.block_n)
-    is_split = cut.num_splits > 1
-    out = g_BOL.new_empty(cut.num_splits, B, O, N, dtype=torch.float32 if is_split else g_BOHW.dtype)
+    parts = g_BOL.new_empty(cut.num_splits, B, O, N, dtype=torch.float32)
     steps = -(-L // (cut.num_splits * cut.block_l))
     with torch.cuda.device_of(g_BOL):
         _kernel[(cut.num_splits * B * num_o * num_n,)](
-            x_BCHW, g_BOL, out, B, O, O // C, H, W, L, W_out, N, kernel[1], *stride, *padding, *dilation,
+            x_BCHW, g_BOL, parts, B, O, O // C, H, W, L, W_out, N, kernel[1], *stride, *padding, *dilation,
             *x_BCHW.stride(), *g_BOL.stride(), num_o, num_n, steps * cut.block_l,
             BLOCK_O=cut.block_o, BLOCK_N=cut.block_n, BLOCK_L=cut.block_l, num_warps=4,
         )  # fmt: skip
-    G = out.sum(0).to(g_BOHW.dtype) if is_split else out
+    G = parts.sum(0) if cut.num_splits > 1 else parts
     return G.view(B, O, 1, *kernel)
 
 
@@ -118,4 +116,4 @@ def _kernel(
         g = tl.load(of_g, mask=(l < L)[:, None] & (o < O)[None, :], other=0.0)
         total += patch.to(tl.float32) * g.to(tl.float32)[:, None, :]
     out = out_ptr + (sample.to(tl.int64) * O + o)[None, :] * N + n[:, None]
-    tl.store(out, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=(o < O)[None, :] & (n < N)[:, None])
+    tl.store(out, tl.sum(total, 0), mask=(o < O)[None, :] & (n < N)[:, None])
