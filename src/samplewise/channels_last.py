@@ -1,16 +1,15 @@
 """Convolutions of a compiled step whose images lie channels last, which is how GPUs and oneDNN take them, in backward too."""
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from samplewise.writes import root_of, written_by
+from samplewise.placing import LAID, LAST, tell_the_compiler
+from samplewise.writes import last_writes, memory_of
 
-LAST = torch.channels_last
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -50,33 +49,7 @@ def _(g_BOHW, x_BCHW, weight, stride, padding, dilation, transposed, output_padd
     return torch.empty_like(weight if of_weight else x_BCHW, memory_format=LAST)
 
 
-@torch.library.custom_op("samplewise::laid", mutates_args=())
-def laid(t_BCHW: Tensor, was_last: bool) -> Tensor:
-    """A copy, whose strides are those of channels last only if `was_last`. Compiled it is t itself, channels last in any case.
-
-    What follows in the graph was traced with the strides that t had then: a view of channels first need not be one of channels last.
-    """
-    return t_BCHW.clone(memory_format=LAST if was_last else torch.contiguous_format)
-
-
-@laid.register_fake
-def _(t_BCHW, was_last):
-    return torch.empty_like(t_BCHW, memory_format=LAST if was_last else torch.contiguous_format)
-
-
 CONV, CONV_GRADIENT = torch.ops.aten.convolution.default, torch.ops.samplewise.conv_gradient.default
-LAID = torch.ops.samplewise.laid.default
-
-
-@cache
-def tell_the_compiler() -> None:
-    """Teaches Inductor what `laid` means."""
-    from torch._inductor.ir import ExternKernel  # imports Triton
-    from torch._inductor.lowering import register_lowering
-
-    @register_lowering(torch.ops.samplewise.laid.default, type_promotion_kind=None)
-    def _(t_BCHW, was_last):
-        return ExternKernel.require_channels_last(t_BCHW)
 
 
 def lay_images(graph: GraphModule) -> bool:
@@ -114,11 +87,11 @@ def _replace(graph: Graph, node: Node) -> None:
 def _lay(graph: Graph) -> None:
     """Lays the images that convolutions read, where nothing is written to them later."""
     order = {node: k for k, node in enumerate(graph.nodes)}
-    written = {root_of(t): order[node] for node in graph.nodes for t in written_by(node)}
+    written = last_writes(graph)
     for node in list(graph.nodes):
         images: Any = node.args[:2] if node.target is CONV_GRADIENT else node.args[:1] if node.target is CONV else ()
         for image in images:
-            if image.target is LAID or not _is_image(image) or written.get(root_of(image), -1) > order[image]:
+            if image.target is LAID or not _is_image(image) or written.get(memory_of(image), -1) > order[image]:
                 continue
             with graph.inserting_after(image):
                 copy = _laid(graph, image, image)

@@ -10,7 +10,8 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from samplewise.group_norms import take_one_pass
-from samplewise.writes import is_view_op, root_of, written_in
+from samplewise.placing import KEPT, tell_the_compiler
+from samplewise.writes import is_view_op, last_writes, memory_of
 
 LARGE = 1 << 20
 """Bytes; smaller results are not worth a thought."""
@@ -30,28 +31,6 @@ def hinted(graph: GraphModule) -> GraphModule:
     return GraphModule(graph, copy)
 
 
-@torch.library.custom_op("samplewise::kept", mutates_args=())
-def kept(t: Tensor) -> Tensor:
-    """A copy of t. Compiled it is t itself, which is then in memory: later uses read it and do not compute it again."""
-    return t.clone()
-
-
-@kept.register_fake
-def _(t: Tensor) -> Tensor:
-    return torch.empty_like(t)
-
-
-@cache
-def tell_the_compiler() -> None:
-    """Teaches Inductor what `kept` means."""
-    from torch._inductor.lowering import register_lowering  # imports Triton
-
-    @register_lowering(torch.ops.samplewise.kept.default, type_promotion_kind=None)
-    def _(t):
-        t.realize()
-        return t
-
-
 def keep_sums(graph: Graph) -> None:
     """Marks results of elementwise ops that are read early and late to be `kept` where that frees more memory than it takes.
 
@@ -60,9 +39,9 @@ def keep_sums(graph: Graph) -> None:
     21 for a Llama of 1B parameters at B4 T2048. A sum that takes more than its terms (the logits in float32) is not kept.
     """
     order = {node: k for k, node in enumerate(graph.nodes)}
-    written = written_in(graph)
+    written = last_writes(graph)
     for node in list(graph.nodes):
-        if not _is_elementwise(node) or _num_bytes(node) < LARGE or root_of(node) in written:
+        if not _is_elementwise(node) or _num_bytes(node) < LARGE or memory_of(node) in written:
             continue
         uses = _uses(node, order)
         if max(uses) - min(uses) < FAR:
@@ -78,9 +57,9 @@ def keep_stored(graph: Graph) -> None:
     The compiler would compute them once more for the sum, from all that they are computed from. Kept, they are added up as they are
     stored: the gradient of gelu for that of a bias, 2.2 GB of 15.8 that elementwise ops and sums of a ViT-B/16 move (B64, bfloat16).
     """
-    written = written_in(graph)
+    written = last_writes(graph)
     for node in list(graph.nodes):
-        if not _is_elementwise(node) or _num_bytes(node) < LARGE or root_of(node) in written:
+        if not _is_elementwise(node) or _num_bytes(node) < LARGE or memory_of(node) in written:
             continue
         readers = {n.target for n in _readers(node)}
         if torch.ops.aten.sum.dim_IntList in readers and any(map(_reads_memory, readers)):
@@ -93,11 +72,11 @@ def merge_masks(graph: Graph) -> None:
     Each would be kept for backward, 0.5 GiB for a Llama of 1B parameters at B4 T2048. What follows from parameters, or from data that
     are no integers, is left alone: a checkpoint computes it again in order not to keep it.
     """
-    written = written_in(graph)
+    written = last_writes(graph)
     first: dict[Any, Node] = {}
     known: set[Node] = set()
     for node in list(graph.nodes):
-        if root_of(node) in written or not known.issuperset(node.all_input_nodes):
+        if memory_of(node) in written or not known.issuperset(node.all_input_nodes):
             continue
         if node.op == "placeholder" and _is_of_integers(node):
             known.add(node)
@@ -112,7 +91,7 @@ def merge_masks(graph: Graph) -> None:
 
 def _keep(graph: Graph, node: Node) -> Node:
     with graph.inserting_after(node):
-        copy = graph.call_function(torch.ops.samplewise.kept.default, (node,))
+        copy = graph.call_function(KEPT, (node,))
     copy.meta = dict(node.meta)
     node.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
     return copy
