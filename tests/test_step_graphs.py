@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from cases import CASES, Case, Fn
 from stepping import batch_of, both, error, fakes, mlp, per_row, tensors
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 
 import samplewise as sw
 from samplewise.flow.memory import REMEMBERED
@@ -167,6 +168,20 @@ def test_an_op_that_torch_compiles_for_known_sizes_alone():
         x = torch.randn(size, 2, 5, 5)
         assert error(step(x), eager(x)) < 1e-6, size
     assert not step.num_op_by_op
+
+
+@pytest.mark.parametrize("error", [AssertionError("stride 1==36"), TorchDynamoException("no such op\nand more")], ids=repr)
+def test_what_torch_does_not_compile_is_refused_by_name(error, monkeypatch):
+    """As replicate padding, of whose gradient torch 2.15 does not know the strides: its own `torch.compile` fails as well."""
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
+    step, _ = both(mlp())
+    for _ in range(2):
+        with pytest.raises(sw.SamplewiseError, match=rf"{str(error).splitlines()[0]}\). Take it op by op: .*compile=False"):
+            step(*batch_of())
 
 
 def test_code_for_the_cpu_has_no_vectors():

@@ -27,6 +27,8 @@ MAX_FAMILIES = 8
 """How often a step is compiled anew for one kind of batch because something that its code reads has changed."""
 UNSIZED = torch.ops.samplewise.cudnn_steps.default
 """An op whose results are of sizes that only running it tells."""
+FAILURES = (RuntimeError, AssertionError)
+"""What running a graph may raise, the compiler's own among them, which runs with it for the first time."""
 MAX_SIZES = 4
 """How many sizes of a batch are compiled one by one where no graph for all sizes is found; others are taken op by op."""
 
@@ -106,13 +108,17 @@ class Compiled:
         undo = Undo(graph.trace.written(tensors)) if graph.trace.writes and graph.trace.has_doubt else None
         try:
             outputs = graph.run(*tensors) if outputs is None else outputs
-        except RuntimeError as error:
-            from torch._dynamo.exc import TorchDynamoException  # slow to import
-
-            if family is None or graph is not family.of_any_size or not isinstance(error, TorchDynamoException):
+        except FAILURES as error:
+            why = _why_not_compiled(error)
+            if why is None:
                 raise
+            if family is None or graph is not family.of_any_size:
+                raise SamplewiseError(
+                    f"the step cannot be compiled: torch's compiler fails ({why}). "
+                    "Take it op by op: per_sample_step(..., compile=False)."
+                ) from error
             # not every op of torch tells the sizes of its results where those of its inputs are open
-            family.of_any_size, family.why_not = None, f"torch does not compile it: {str(error).splitlines()[0]}"
+            family.of_any_size, family.why_not = None, f"torch does not compile it: {why}"
             return self(*batch)
         if graph.trace.has_doubt and bool(outputs[-1]):
             if undo is not None:
@@ -139,7 +145,7 @@ class Compiled:
             return None, None
         try:
             outputs = graph.run(*tensors)
-        except RuntimeError:  # parameters of another shape; if it is something else, it comes again
+        except FAILURES:  # parameters of another shape; if it is something else, it comes again
             return None, None
         return (graph, outputs) if family.snapshot.change() is None else (None, None)
 
@@ -315,6 +321,14 @@ class Compiled:
             return compiled(*tensors)
 
         return run if writes else self._recorder.recorded(run, graph, tensors)
+
+
+def _why_not_compiled(error: Exception) -> str | None:
+    """What torch's compiler says of its failure, or its code: an op has other strides than it was told. None if it is no such."""
+    from torch._dynamo.exc import TorchDynamoException  # slow to import
+
+    is_such = isinstance(error, TorchDynamoException | AssertionError)
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}" if is_such else None
 
 
 def _check_results(first: Trace, *others: Trace) -> None:
