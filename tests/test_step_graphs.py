@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 import samplewise as sw
+from samplewise import compiled
 from samplewise.flow.memory import REMEMBERED
 from samplewise.ops.linear import _outer_of
 from samplewise.ops.pointwise import _spreading
@@ -182,6 +183,35 @@ def test_what_torch_does_not_compile_is_refused_by_name(error, monkeypatch):
     for _ in range(2):
         with pytest.raises(sw.SamplewiseError, match=rf"{str(error).splitlines()[0]}\). Take it op by op: .*compile=False"):
             step(*batch_of())
+
+
+def test_a_step_that_fails_leaves_buffers_as_they_were(monkeypatch):
+    """Also where it fails when all of it has run: taken again, size by size, it would have written twice."""
+
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.count = nn.Linear(4, 3), nn.Buffer(torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return self.inner(x)
+
+    def failing(run):
+        def fail(*tensors):
+            run(*tensors)
+            raise AssertionError("stride 1==36")
+
+        return fail
+
+    model = Counted()
+    step = sw.per_sample_step(model, per_row, lambda grads: grads["inner.bias"].norms(), compile=True)
+    step(*batch_of(4))
+    assert model.count == 1
+    monkeypatch.setattr(compiled, "_as_written", failing)
+    with pytest.raises(sw.SamplewiseError, match="stride 1==36"):
+        step(*batch_of(7))
+    assert model.count == 1
 
 
 def test_code_for_the_cpu_has_no_vectors():

@@ -105,10 +105,11 @@ class Compiled:
             graph = self._graph(family, size, batch)
             if graph is None:
                 return self._op_by_op(batch, f"a size beyond {MAX_SIZES}, and no graph serves all: {family.why_not}")
-        undo = Undo(graph.trace.written(tensors)) if graph.trace.writes and graph.trace.has_doubt else None
+        undo = Undo(graph.trace.written(tensors) if graph.trace.writes else ())
         try:
             outputs = graph.run(*tensors) if outputs is None else outputs
         except FAILURES as error:
+            undo()
             why = _why_not_compiled(error)
             if why is None:
                 raise
@@ -121,8 +122,7 @@ class Compiled:
             family.of_any_size, family.why_not = None, f"torch does not compile it: {why}"
             return self(*batch)
         if graph.trace.has_doubt and bool(outputs[-1]):
-            if undo is not None:
-                undo()
+            undo()
             return self._op_by_op(batch, "values that need care: a sample that is not finite, or positions that cancel")
         return graph.trace.result(outputs)
 
