@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from samplewise.kernels import reference
-from samplewise.kernels.backend import ANY_STRIDES, dot, has_kernel, jit, power_of_two, precision, tl
+from samplewise.kernels.backend import ANY_STRIDES, FUSED, dot, has_kernel, jit, power_of_two, precision, tl
 from samplewise.kernels.conv_norm import check_images
 from samplewise.kernels.gram_norm import Config, gram_tile, pair_of_tiles, total_kernel
 from samplewise.precision import wide_dtype
@@ -74,12 +74,14 @@ def launch(
             x_BCHW, g_BOL, n, m, C, O, H, W, L, W_out, N, kernel[1], *stride, *padding, *dilation, groups,
             *x_BCHW.stride(), *g_BOL.stride(), P,
             IS_ONLY=P == 1, BLOCK_T=cut.block_t, BLOCK_K=cut.block_k, PRECISION=precision(),
-            num_warps=cut.num_warps, num_stages=cut.num_stages,
+            num_warps=cut.num_warps, num_stages=cut.num_stages, **FUSED,
         )  # fmt: skip
         if P > 1:
             parts_n, parts_m = n, m
             n, m = (g_BOL.new_empty(B * groups, 1, dtype=torch.float32) for _ in range(2))
-            total_kernel[(B * groups,)](parts_n, parts_m, n, m, P, BLOCK=power_of_two(P, least=16, most=1024), num_warps=1)
+            total_kernel[(B * groups,)](
+                parts_n, parts_m, n, m, P, BLOCK=power_of_two(P, least=16, most=1024), num_warps=1, **FUSED
+            )
     return (n.view(B), m.view(B)) if groups == 1 else (n.view(B, groups).sum(1), m.view(B, groups).sum(1))
 
 

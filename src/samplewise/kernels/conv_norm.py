@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from samplewise.kernels import reference
-from samplewise.kernels.backend import ANY_STRIDES, dot, has_kernel, jit, num_processors, power_of_two, precision, tl
+from samplewise.kernels.backend import ANY_STRIDES, FUSED, dot, has_kernel, jit, num_processors, power_of_two, precision, tl
 from samplewise.precision import wide_dtype
 
 
@@ -140,7 +140,7 @@ def launch(
             x_BCHW, g_BOL, out, B, C, O, H, W, L, W_out, N, kernel[1], *stride, *padding, *dilation, groups,
             *x_BCHW.stride(), *g_BOL.stride(), num_o, num_n, steps * cut.block_l,
             IS_NORM=is_norm, BLOCK_O=cut.block_o, BLOCK_N=cut.block_n, BLOCK_L=cut.block_l, PRECISION=precision(),
-            num_warps=cut.num_warps, num_stages=cut.num_stages,
+            num_warps=cut.num_warps, num_stages=cut.num_stages, **FUSED,
         )  # fmt: skip
     if not is_split:
         return parts.sum(1) if G is None else G

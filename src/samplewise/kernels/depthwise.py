@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from samplewise.kernels import reference
-from samplewise.kernels.backend import ANY_STRIDES, has_kernel, jit, num_processors, power_of_two, tl
+from samplewise.kernels.backend import ANY_STRIDES, FUSED, has_kernel, jit, num_processors, power_of_two, tl
 from samplewise.kernels.conv_norm import check_images
 from samplewise.precision import wide_dtype
 
@@ -79,7 +79,7 @@ def launch(
         _kernel[(cut.num_splits * B * num_o * num_n,)](
             x_BCHW, g_BOL, parts, B, O, O // C, H, W, L, W_out, N, kernel[1], *stride, *padding, *dilation,
             *x_BCHW.stride(), *g_BOL.stride(), num_o, num_n, steps * cut.block_l,
-            BLOCK_O=cut.block_o, BLOCK_N=cut.block_n, BLOCK_L=cut.block_l, num_warps=4,
+            BLOCK_O=cut.block_o, BLOCK_N=cut.block_n, BLOCK_L=cut.block_l, num_warps=4, **FUSED,
         )  # fmt: skip
     G = parts.sum(0) if cut.num_splits > 1 else parts
     return G.view(B, O, 1, *kernel)

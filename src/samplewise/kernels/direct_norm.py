@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from samplewise.kernels import reference
-from samplewise.kernels.backend import ANY_STRIDES, check_positions, dot, has_kernel, jit, power_of_two, precision, tl
+from samplewise.kernels.backend import ANY_STRIDES, FUSED, check_positions, dot, has_kernel, jit, power_of_two, precision, tl
 from samplewise.precision import wide_dtype
 
 
@@ -57,7 +57,7 @@ def launch(a_BTI: Tensor, g_BTO: Tensor, cut: Config) -> Tensor:
         _kernel[(B * num_o * num_i,)](
             a_BTI, g_BTO, T, I, O, *a_BTI.stride(), *g_BTO.stride(), parts, num_o, num_i,
             BLOCK_O=cut.block_o, BLOCK_I=cut.block_i, BLOCK_T=cut.block_t, PRECISION=precision(),
-            num_warps=cut.num_warps, num_stages=cut.num_stages,
+            num_warps=cut.num_warps, num_stages=cut.num_stages, **FUSED,
         )  # fmt: skip
     return parts.sum(1)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from samplewise.kernels import reference
 from samplewise.kernels.backend import (
     ANY_STRIDES,
+    FUSED,
     check_positions,
     dot,
     has_kernel,
@@ -85,7 +86,7 @@ def launch(a_BTI: Tensor, g_BTO: Tensor, cut: Config) -> tuple[Tensor, Tensor]:
     sides = (a_BTI, g_BTO, T, I, O, *a_BTI.stride(), *g_BTO.stride())
     is_aligned = a_BTI.stride(1) % 8 == g_BTO.stride(1) % 8 == 0
     blocks = {"IS_ALIGNED": is_aligned, "BLOCK_T": cut.block_t, "BLOCK_K": cut.block_k, "PRECISION": precision()}
-    how = {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
+    how = {"num_warps": cut.num_warps, "num_stages": cut.num_stages, **FUSED}
     with torch.cuda.device_of(a_BTI):
         if cut.num_splits == 1:
             n, m = (a_BTI.new_empty(B, P, dtype=torch.float32) for _ in range(2))
@@ -104,11 +105,11 @@ def launch(a_BTI: Tensor, g_BTO: Tensor, cut: Config) -> tuple[Tensor, Tensor]:
             num_slabs = cut.block_t // rows
             n, m = (a_BTI.new_empty(B, P * num_slabs, dtype=torch.float32) for _ in range(2))
             _meet_kernel[(B * P * num_slabs,)](
-                tiles, n, m, P, num_a, num_g, BLOCK_T=cut.block_t, ROWS=rows, NUM_SLABS=num_slabs, num_warps=4
+                tiles, n, m, P, num_a, num_g, BLOCK_T=cut.block_t, ROWS=rows, NUM_SLABS=num_slabs, num_warps=4, **FUSED
             )
         (parts_n, parts_m), Q = (n, m), n.shape[1]
         n, m = (a_BTI.new_empty(B, dtype=torch.float32) for _ in range(2))
-        total_kernel[(B,)](parts_n, parts_m, n, m, Q, BLOCK=power_of_two(Q, least=16, most=1024), num_warps=1)
+        total_kernel[(B,)](parts_n, parts_m, n, m, Q, BLOCK=power_of_two(Q, least=16, most=1024), num_warps=1, **FUSED)
         return n, m
 
 
