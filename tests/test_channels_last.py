@@ -11,8 +11,8 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import samplewise as sw
-from samplewise.channels_last import CONV_GRADIENT, LAID, lay_images
-from samplewise.group_norms import group_norm_gradient, take_one_pass
+from samplewise.compiled.channels_last import CONV_GRADIENT, LAID, lay_images
+from samplewise.compiled.group_norms import group_norm_gradient, take_one_pass
 from samplewise.testing import relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch._prims_common.check` is deprecated")

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import samplewise as sw
-from samplewise import replay
+from samplewise.compiled import replay
 from samplewise.projections import hash_keys, hashes
 from samplewise.testing import oracle, relative_error, relative_errors, run_capture
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import samplewise as sw
-import samplewise.hints as hints
+from samplewise.compiled import hints
 
 WIDE = 512
 """Tensors of 512×512 are a megabyte in float32, which is large enough to be thought about."""

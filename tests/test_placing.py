@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import samplewise as sw
-import samplewise.hints as hints
-from samplewise.placing import KEPT, LAID
-from samplewise.writes import GIVEN, last_writes, memory_of, root_of
+from samplewise.compiled import hints
+from samplewise.compiled.placing import KEPT, LAID
+from samplewise.compiled.writes import GIVEN, last_writes, memory_of, root_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch._prims_common.check` is deprecated")
 

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from samplewise.replay import Recorder, is_all_on, is_small_beside
+from samplewise.compiled.replay import Recorder, is_all_on, is_small_beside
 
 
 def test_gradients_of_every_sample_are_not_kept_twice():

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import samplewise as sw
-from samplewise.compiled import MAX_FAMILIES
+from samplewise.compiled.steps import MAX_FAMILIES
 
 pytestmark = pytest.mark.usefixtures("in_double")
 

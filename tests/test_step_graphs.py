@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 import samplewise as sw
-from samplewise import compiled
+from samplewise.compiled import steps
+from samplewise.compiled.trace import Record, Trace
 from samplewise.flow.memory import REMEMBERED
 from samplewise.ops.linear import _outer_of
 from samplewise.ops.pointwise import _spreading
 from samplewise.samples import Layout
 from samplewise.testing import assert_matches_oracle
-from samplewise.trace import Record, Trace
 
 pytestmark = pytest.mark.usefixtures("in_double")
 
@@ -208,7 +208,7 @@ def test_a_step_that_fails_leaves_buffers_as_they_were(monkeypatch):
     step = sw.per_sample_step(model, per_row, lambda grads: grads["inner.bias"].norms(), compile=True)
     step(*batch_of(4))
     assert model.count == 1
-    monkeypatch.setattr(compiled, "_as_written", failing)
+    monkeypatch.setattr(steps, "_as_written", failing)
     with pytest.raises(sw.SamplewiseError, match="stride 1==36"):
         step(*batch_of(7))
     assert model.count == 1

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from samplewise.compiled import Compiled
+from samplewise.compiled.steps import Compiled
+from samplewise.compiled.trace import Record
 from samplewise.losses import LossFn
 from samplewise.opening import capture
 from samplewise.plan import Rates
 from samplewise.queries import Grads
-from samplewise.trace import Record
 
 
 class StepResult(NamedTuple):

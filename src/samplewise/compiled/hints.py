@@ -9,9 +9,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
-from samplewise.group_norms import take_one_pass
-from samplewise.placing import KEPT, tell_the_compiler
-from samplewise.writes import is_view_op, last_writes, memory_of
+from samplewise.compiled.group_norms import take_one_pass
+from samplewise.compiled.placing import KEPT, tell_the_compiler
+from samplewise.compiled.writes import is_view_op, last_writes, memory_of
 
 LARGE = 1 << 20
 """Bytes; smaller results are not worth a thought."""

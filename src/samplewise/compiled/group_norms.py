@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph
 
+from samplewise.compiled.placing import KEPT
 from samplewise.ops.norm import of_channels, over_space
-from samplewise.placing import KEPT
 from samplewise.precision import wide
 
 FORMS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)

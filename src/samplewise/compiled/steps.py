@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from samplewise import sizes
-from samplewise.batches import has_rows, kind_of, refuse_strange, resized, surroundings
-from samplewise.channels_last import lay_images
 from samplewise.choice import refuse_lazy
+from samplewise.compiled import sizes
+from samplewise.compiled.batches import has_rows, kind_of, refuse_strange, resized, surroundings
+from samplewise.compiled.channels_last import lay_images
+from samplewise.compiled.hints import hinted
+from samplewise.compiled.replay import Recorder, values_of
+from samplewise.compiled.snapshot import Snapshot
+from samplewise.compiled.trace import Record, Run, Trace
 from samplewise.errors import SamplewiseError
-from samplewise.hints import hinted
 from samplewise.kept import Kept
 from samplewise.ops import cudnn  # noqa: F401  (registers its ops)
-from samplewise.replay import Recorder, values_of
-from samplewise.snapshot import Snapshot
 from samplewise.still import RandomnessPutBack, gpus_of
-from samplewise.trace import Record, Run, Trace
 from samplewise.undo import Undo
 
 MAX_FAMILIES = 8

@@ -21,12 +21,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from samplewise.compiled.draws import Draws
+from samplewise.compiled.writes import root_of, written_in
 from samplewise.constants import Constants
-from samplewise.draws import Draws
 from samplewise.errors import SamplewiseError
 from samplewise.still import attributes_put_back
 from samplewise.tracing import collecting, is_tracing
-from samplewise.writes import root_of, written_in
 
 
 @dataclass

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from samplewise.placing import LAID, LAST, tell_the_compiler
-from samplewise.writes import last_writes, memory_of
+from samplewise.compiled.placing import LAID, LAST, tell_the_compiler
+from samplewise.compiled.writes import last_writes, memory_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

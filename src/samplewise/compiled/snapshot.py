@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.hidden import hidden_state
-from samplewise.untouched import PLAIN, Containers, Entry
+from samplewise.compiled.hidden import hidden_state
+from samplewise.compiled.untouched import PLAIN, Containers, Entry
 
 MISSING = object()
 OF_MODELS = frozenset({"transformers", "peft", "torchvision", "timm", "diffusers"})

@@ -15,7 +15,7 @@ from torch._ops import HigherOrderOperator
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from samplewise.writes import written_by
+from samplewise.compiled.writes import written_by
 
 LAST = torch.channels_last
 DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
