@@ -71,6 +71,18 @@ def test_a_model_that_lies_channels_last_itself():
     assert error(compiled(x, y), truth(x.double(), y)) < 1e-4
 
 
+def test_a_transposed_convolution_of_images_of_width_1():
+    """oneDNN leaves a part of the images' gradient unwritten where images lie channels last."""
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ConvTranspose2d(3, 1, 2, stride=(1, 3)), nn.Flatten())
+    x, loss, norms = torch.randn(3, 3, 8, 1), lambda model, x: model(x).square().sum(1), lambda grads: grads.norms()
+    truth = sw.per_sample_step(copy.deepcopy(model).double(), loss, norms)(x.double())
+    compiled = sw.per_sample_step(model, loss, norms, compile=True)
+    for _ in range(3):
+        sizes = (24, 64, 72, 80, 96, 128)
+        _ = [torch.full((num,), 1e20) for num in sizes]  # what the next tensors of these sizes find in their memory
+        assert error(compiled(x).answer, truth.answer) < 1e-4
+
+
 def test_a_compiled_step_runs_the_gradients_that_were_put_in_its_graph():
     with torch.device("cpu"):  # where no CUDA graph hides what runs
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 3, 4), nn.Flatten())

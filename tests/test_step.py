@@ -34,6 +34,14 @@ def test_a_sample_that_is_not_finite_is_left_out(value, uncompiled):
     assert error(got, want) < 1e-9
 
 
+def test_a_batch_of_one_row_in_memory_that_is_not_finite(uncompiled):
+    x, y = torch.tensor([[1.0, float("nan"), 2.0, 3.0]]).expand(B, 4), batch_of()[1]
+    step, eager = both(mlp(), query=norms)
+    assert step(x, y).answer.isnan().all()
+    assert eager(x, y).answer.isnan().all()
+    assert x._version == 0
+
+
 @pytest.mark.parametrize("length", [2, 40])
 def test_positions_that_cancel(length, uncompiled):
     model = Fn(lambda s, x: s.l(x).sum((1, 2)), l=nn.Linear(3, 2, bias=False))

@@ -28,5 +28,7 @@ class Undo:
 
 
 def _differs(t: Tensor, before: Tensor) -> bool:
-    """Whether a tensor was written to through its `.data`, of which no version tells."""
-    return type(t) is Tensor and t.layout is torch.strided and not t.is_meta and not torch.equal(t, before)
+    """Whether a tensor was written to through its `.data`, of which no version tells; NaN is what NaN was."""
+    if type(t) is not Tensor or t.layout is not torch.strided or t.is_meta or torch.equal(t, before):
+        return False
+    return not bool(((t == before) | ((t != t) & (before != before))).all())

@@ -33,10 +33,12 @@ def conv_gradient(
     bfloat16).
     """
     g_BOHW = g_BOHW.contiguous(memory_format=LAST)
-    if of_weight:  # of the other only the shape is read
+    if of_weight:  # of the other the shape is read, and where it lies
         x_BCHW = x_BCHW.contiguous(memory_format=LAST)
     else:
         weight = weight.contiguous(memory_format=LAST)
+        if x_BCHW.is_cpu:  # oneDNN leaves memory unwritten where such a gradient is channels last and one pixel wide
+            x_BCHW = x_BCHW.new_empty(x_BCHW.shape)
     wanted = [not of_weight, of_weight, False]
     gradients = torch.ops.aten.convolution_backward(
         g_BOHW, x_BCHW, weight, None, stride, padding, dilation, transposed, output_padding, groups, wanted
