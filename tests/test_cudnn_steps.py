@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import samplewise as sw
 from samplewise.ops import cudnn, recurrent
-from samplewise.ops.steps import BACKWARD, FORWARD, walk_of
+from samplewise.ops.steps import back, in_place
 from samplewise.testing import assert_matches_oracle, relative_error
 
 KINDS = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN, "relu": lambda *a, **k: nn.RNN(*a, nonlinearity="relu", **k)}
@@ -15,10 +15,10 @@ KINDS = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN, "relu": lambda *a, **k: 
 
 def taken(kind: str, gates: Tensor, weights: list[Tensor], states: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """What the steps on the CPU give and keep, with gates in which the input has its share already."""
-    ends = [state[0].clone() for state in states]
-    walk = walk_of([gates.shape[1]] * gates.shape[0], False)
-    y, *kept = FORWARD[kind](walk, gates.flatten(0, 1).clone(), weights[1], weights[3], *ends)
-    return [y.view(*gates.shape[:2], -1), *(end.unsqueeze(0) for end in ends)], kept
+    (T, B, _), first = gates.shape, [state[0] for state in states]
+    results = in_place(kind, [B] * T, False, gates.flatten(0, 1).clone(), weights[1], weights[3], first)
+    (y, *kept), ends = results[: -len(first)], results[-len(first) :]
+    return [y.view(T, B, -1), *(end.unsqueeze(0) for end in ends)], kept or [y]
 
 
 @cudnn.cudnn_steps.register_kernel("cpu")
@@ -38,9 +38,9 @@ def steps_backward(
     assert reserve.tolist() == [3] * 7
     assert torch.equal(packed, torch.cat([w.flatten() for w in weights]))
     _, kept = taken(kind, gates, weights, states)
-    walk = walk_of([gates.shape[1]] * gates.shape[0], True)
-    ends = [end[0].clone() for end in grads[1:]]
-    g, _ = BACKWARD[kind](walk, grads[0].flatten(0, 1), weights[1], *kept, *ends)
+    (T, B, _), num_ends = gates.shape, len(grads) - 1
+    results = back(kind, [B] * T, False, grads[0].flatten(0, 1), weights[1], kept, [end[0] for end in grads[1:]])
+    g, ends = results[0], results[-num_ends:]
     return [g.reshape(gates.shape).clone(), *(end.unsqueeze(0) for end in ends)]
 
 

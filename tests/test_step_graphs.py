@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import CASES, Case, Fn
-from stepping import batch_of, both, error, fakes, mlp, per_row, tensors
+from stepping import batch_of, both, error, fakes, mlp, norms, per_row, tensors
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
@@ -141,6 +141,27 @@ def test_one_graph_serves_all_sizes(name, uncompiled):
         batch = batch_of(size)
         assert error(step(*batch), eager(*batch)) < 1e-9, size
     assert step.num_graphs == 3  # with the one for a batch of one
+
+
+@pytest.mark.parametrize("of", ["LSTM", "GRU", "RNN"])
+def test_a_graph_of_a_recurrent_layer_is_as_long_for_any_sequence(of):
+    graphs = []
+    for T in (3, 30):
+        model = Reader(of)
+        step = sw.per_sample_step(model, per_row, norms, compile=True, plan={"*": "direct"})
+        batch = batch_of(width=T)
+        graphs.append(Trace(model, step.run, batch, Record()).graph.graph.nodes)
+    assert len(graphs[0]) == len(graphs[1])
+
+
+@pytest.mark.filterwarnings("ignore:`torch._prims_common.check` is deprecated")
+@pytest.mark.parametrize("of", ["LSTM", "GRU", "RNN"])
+def test_compiled_recurrent_layers(of):
+    step, eager = both(Reader(of))
+    for size in (4, 7, 1):
+        batch = batch_of(size)
+        assert error(step(*batch), eager(*batch)) < 1e-9, size
+    assert step.num_graphs == 3
 
 
 @pytest.mark.parametrize("first", [2, 3, 4, 6, 8])

@@ -5,6 +5,8 @@ steps are one tensor [R, gates], R the rows of all steps one after another, and 
 done step by step. Forward turns the gates into their values where they stand. Backward takes the derivatives of all steps
 by their gates at once, [R, gates], and multiplies the rows of one step after another by what comes back in time. Products
 are taken in place or into `out`, which autocast leaves alone.
+
+In a graph both ways are ops of their own. It would otherwise hold every step: an LSTM of 100 took five minutes to compile.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from samplewise.errors import UnattributedError
+from samplewise.tracing import is_tracing
 
 Walk = Callable[..., Iterator[tuple[Tensor, ...]]]
 """(states, *tensors) → for each step in turn the rows of the states [B, H] and of the tensors [R, ·] that it acts on."""
@@ -41,23 +44,74 @@ class Steps(torch.autograd.Function):
         *first: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.kind, ctx.sizes, ctx.backwards = kind, sizes, backwards
-        states = [state.clone(memory_format=torch.contiguous_format) for state in first]
-        y, *kept = FORWARD[kind](walk_of(sizes, backwards), gates.detach(), w, b, *states)
-        ctx.save_for_backward(w, *kept)
+        take = steps if is_tracing() else in_place
+        results = take(kind, sizes, backwards, gates.detach(), w, b, list(first))
+        (y, *kept), states = results[: -len(first)], results[-len(first) :]
+        ctx.save_for_backward(w, *(kept or [y]))
         return y, *states
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor, *ends: Tensor) -> Any:  # type: ignore[override]
         w, *kept = ctx.saved_tensors
+        take = steps_backward if is_tracing() else back
         if torch.is_grad_enabled():
             raise UnattributedError(
                 f"a backward with create_graph=True met {ctx.kind} in a captured model, where it can be differentiated once "
                 "alone. Take the second derivative outside of the capture."
             )
         with torch._C.DisableTorchFunction():
-            states = [end.clone(memory_format=torch.contiguous_format) for end in ends]
-            g, hidden = BACKWARD[ctx.kind](walk_of(ctx.sizes, not ctx.backwards), gy, w, *kept, *states)
-        return None, None, None, g, hidden, None, None, *states
+            results = take(ctx.kind, ctx.sizes, ctx.backwards, gy, w, kept, list(ends))
+        (g, *hidden), states = results[: -len(ends)], results[-len(ends) :]
+        return None, None, None, g, hidden[0] if hidden else g, None, None, *states
+
+
+def in_place(
+    kind: str, sizes: list[int], backwards: bool, gates: Tensor, w: Tensor, b: Tensor | None, first: list[Tensor]
+) -> list[Tensor]:
+    """[outputs, what else backward needs, last states]; the gates are written over."""
+    states = [state.clone(memory_format=torch.contiguous_format) for state in first]
+    return [*FORWARD[kind](walk_of(sizes, backwards), gates, w, b, *states), *states]
+
+
+def back(
+    kind: str, sizes: list[int], backwards: bool, gy: Tensor, w: Tensor, kept: list[Tensor], ends: list[Tensor]
+) -> list[Tensor]:
+    """[gradient of the gates, of the recurrent weights' share in them where that is another, of the first states]"""
+    states = [end.clone(memory_format=torch.contiguous_format) for end in ends]
+    return [*BACKWARD[kind](walk_of(sizes, not backwards), gy, w, *kept, *states), *states]
+
+
+@torch.library.custom_op("samplewise::steps", mutates_args=())
+def steps(
+    kind: str, sizes: list[int], backwards: bool, gates: Tensor, w: Tensor, b: Tensor | None, first: list[Tensor]
+) -> list[Tensor]:
+    """What `in_place` gives, of a copy of the gates."""
+    return in_place(kind, sizes, backwards, gates.clone(memory_format=torch.contiguous_format), w, b, first)
+
+
+@torch.library.custom_op("samplewise::steps_backward", mutates_args=())
+def steps_backward(
+    kind: str, sizes: list[int], backwards: bool, gy: Tensor, w: Tensor, kept: list[Tensor], ends: list[Tensor]
+) -> list[Tensor]:
+    """What `back` gives."""
+    return [t.contiguous() for t in back(kind, sizes, backwards, gy, w, kept, ends)]
+
+
+@steps.register_fake
+def _(
+    kind: str, sizes: list[int], backwards: bool, gates: Tensor, w: Tensor, b: Tensor | None, first: list[Tensor]
+) -> list[Tensor]:
+    R, H = len(gates), first[0].shape[1]
+    widths = {"lstm": [H, 4 * H, H], "gru": [H, 3 * H, H, H]}.get(kind, [H])
+    return [*(gates.new_empty(R, width) for width in widths), *(state.new_empty(state.shape) for state in first)]
+
+
+@steps_backward.register_fake
+def _(
+    kind: str, sizes: list[int], backwards: bool, gy: Tensor, w: Tensor, kept: list[Tensor], ends: list[Tensor]
+) -> list[Tensor]:
+    gradients = [kept[0].new_empty(len(gy), len(w)) for _ in range(2 if kind == "gru" else 1)]
+    return [*gradients, *(end.new_empty(end.shape) for end in ends)]
 
 
 def walk_of(sizes: list[int], backwards: bool) -> Walk:
@@ -74,17 +128,17 @@ def rnn(activate: Callable[[Tensor], Tensor], walk: Walk, gates: Tensor, w: Tens
         gates += b
     for h_t, a_t in walk((h,), gates):
         h_t.copy_(activate(a_t.addmm_(h_t, w.T)))
-    return [gates, gates]
+    return [gates]
 
 
 def rnn_backward(
     derivative: Callable[[Tensor], Tensor], walk: Walk, gy: Tensor, w: Tensor, y: Tensor, dh: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> list[Tensor]:
     """g = dh act'"""
     g = derivative(y)
     for dh_t, gy_t, g_t in walk((dh,), gy, g):
         torch.mm(g_t.mul_(dh_t.add_(gy_t)), w, out=dh_t)
-    return g, g
+    return [g]
 
 
 def lstm(walk: Walk, gates: Tensor, w: Tensor, b: Tensor | None, h: Tensor, c: Tensor) -> list[Tensor]:
@@ -106,9 +160,7 @@ def lstm(walk: Walk, gates: Tensor, w: Tensor, b: Tensor | None, h: Tensor, c: T
     return [y, gates, before]
 
 
-def lstm_backward(
-    walk: Walk, gy: Tensor, w: Tensor, gates: Tensor, before: Tensor, dh: Tensor, dc: Tensor
-) -> tuple[Tensor, Tensor]:
+def lstm_backward(walk: Walk, gy: Tensor, w: Tensor, gates: Tensor, before: Tensor, dh: Tensor, dc: Tensor) -> list[Tensor]:
     """dc ← dc + dh o tanh'(c);  i, f and g get dc times their derivative of c, o gets dh tanh(c) σ';  dc ← dc f"""
     i, f, g, o = gates.split(dh.shape[1], 1)
     tanh_c = (f * before).addcmul_(i, g).tanh_()
@@ -121,7 +173,7 @@ def lstm_backward(
         o_t.mul_(dh_t)
         dc_t.mul_(f_t)
         torch.mm(all_t, w, out=dh_t)
-    return all_gates, all_gates
+    return [all_gates]
 
 
 def gru(walk: Walk, gates: Tensor, w: Tensor, b: Tensor | None, h: Tensor) -> list[Tensor]:
@@ -142,7 +194,7 @@ def gru(walk: Walk, gates: Tensor, w: Tensor, b: Tensor | None, h: Tensor) -> li
 
 def gru_backward(
     walk: Walk, gy: Tensor, w: Tensor, gates: Tensor, before: Tensor, hidden_n: Tensor, dh: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> list[Tensor]:
     """n gets dh (1 - z) tanh', its hidden share r times that, r and z dh times their derivative of h;  dh ← dh z + g w"""
     r, z, n = gates.split(dh.shape[1], 1)
     by_n = (1 - n.square()) * (1 - z)
@@ -152,7 +204,7 @@ def gru_backward(
     for dh_t, gy_t, z_t, d_t, g_t in walk((dh,), gy, z, d, hidden):
         d_t.mul_(dh_t.add_(gy_t).unsqueeze(1))
         dh_t.mul_(z_t).addmm_(g_t, w)
-    return torch.cat([d[:, 1:3].flatten(1), d[:, 0]], 1), hidden
+    return [torch.cat([d[:, 1:3].flatten(1), d[:, 0]], 1), hidden]
 
 
 FORWARD: dict[str, Callable[..., list[Tensor]]] = {
@@ -161,7 +213,7 @@ FORWARD: dict[str, Callable[..., list[Tensor]]] = {
     "lstm": lstm,
     "gru": gru,
 }
-BACKWARD: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+BACKWARD: dict[str, Callable[..., list[Tensor]]] = {
     "rnn_tanh": partial(rnn_backward, lambda y: 1 - y.square()),
     "rnn_relu": partial(rnn_backward, lambda y: (y > 0).to(y.dtype)),
     "lstm": lstm_backward,
