@@ -164,6 +164,18 @@ def test_compiled_recurrent_layers(of):
     assert step.num_graphs == 3
 
 
+@pytest.mark.parametrize("of", ["LSTM", "GRU", "RNN"])
+def test_recurrent_layers_under_autocast(of, uncompiled):
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return per_row(model, x, y)
+
+    step, eager = both(Reader(of).float(), loss_fn, norms)
+    x, y = batch_of()
+    batch = x.float(), y
+    assert error(step(*batch), eager(*batch)) < 0.02  # bfloat16 has 8 bits, and rounds elsewhere there
+
+
 @pytest.mark.parametrize("first", [2, 3, 4, 6, 8])
 def test_sizes_that_meet_other_sizes_of_the_model(first, uncompiled):
     """Numbers of a graph that happen to equal B: widths 4, 6 and 3, length 4."""

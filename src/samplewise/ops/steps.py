@@ -45,7 +45,9 @@ class Steps(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.kind, ctx.sizes, ctx.backwards = kind, sizes, backwards
         take = steps if is_tracing() else in_place
-        results = take(kind, sizes, backwards, gates.detach(), w, b, list(first))
+        w, states = w.to(gates.dtype), [state.to(gates.dtype) for state in first]  # under autocast they have their own
+        b = None if b is None else b.to(gates.dtype)
+        results = take(kind, sizes, backwards, gates.detach(), w, b, states)
         (y, *kept), states = results[: -len(first)], results[-len(first) :]
         ctx.save_for_backward(w, *(kept or [y]))
         return y, *states
