@@ -64,8 +64,12 @@ class Job:
 
     @property
     def order(self) -> tuple:
-        """Among the jobs of a dtype: `first`, and of those who compile the slow ones, lest all wait for them in the end."""
-        return self.first, self.is_heavy, not ROWS[self.row].compiles_slowly
+        """Among the jobs of a dtype: truths; plain training and samplewise, so that a run cut short has these of every row; peers.
+
+        Of each those first who compile, and of them the slow ones, lest all wait for them in the end.
+        """
+        is_peer = self.first > 0 and not self.method.startswith(("plain", "samplewise"))
+        return self.first > 0, self.is_heavy, is_peer, self.first, not ROWS[self.row].compiles_slowly
 
     @property
     def gib(self) -> float:
@@ -101,7 +105,8 @@ class Job:
         small_error: float | None,
         rates: dict[str, Any],
     ) -> None:
-        num_threads = min(8, max(1, (os.cpu_count() or 1) // max(1, num_compiled)))
+        share = (os.cpu_count() or 1) // max(1, num_compiled)
+        num_threads = min(8, max(4 if ROWS[self.row].compiles_slowly else 1, share))
         self.log = folder / f"{self.row}-{self.dtype}-{self.method.replace(' ', '_')}.log"
         self.log.touch()
         how = (options.tiny, options.seconds, truth_path(folder, self), small_error, rates[self.dtype], num_threads)
