@@ -29,6 +29,7 @@ import samplewise as sw
 
 DEEP: dict[str, Sizes] = {
     "gpt2-256": {"B": 2, "T": 7, "width": 32, "vocabulary": 64},
+    "llama": {"B": 2, "T": 7, "width": 32, "vocabulary": 64},
     "llama-lora": {"B": 2, "T": 7, "width": 32, "vocabulary": 64, "rank": 4},
     "vit": {"B": 2, "size": 32, "width": 32, "classes": 10},
     "resnet18": {"B": 2, "size": 8},

@@ -14,6 +14,7 @@ from samplewise.factors.outer import Outer
 from samplewise.flow.memory import key_of
 from samplewise.intercept import Intercept
 from samplewise.marking import Look
+from samplewise.ops.registry import RULES
 from samplewise.plan import Rates
 from samplewise.testing import oracle, relative_error, run_capture
 
@@ -28,7 +29,7 @@ def rows(model, *inputs):
 def assert_right(model, *inputs, **options):
     grads = run_capture(model, rows, *inputs, verify=False, **options)
     truth = oracle(model, rows, *inputs)
-    norms = torch.cat([G.flatten(1) for G in truth.values()], 1).norm(dim=1)
+    norms = torch.cat([G.reshape(len(G), -1) for G in truth.values()], 1).norm(dim=1)
     assert relative_error(grads.norms(), norms) < 1e-9
     for name, total in grads.clipped_sum(max_norm=1.0).items():
         assert relative_error(total, torch.tensordot((1 / norms).clamp(max=1), truth[name], dims=1)) < 1e-9, name
@@ -270,6 +271,75 @@ def test_ops_in_place_need_not_be_understood_again(monkeypatch):
     assert_right(model, torch.randn(B, D).double())
     assert names
     assert not {"relu", "mul", "add"} & set(names)
+
+
+SPREAD = [
+    lambda s, x: s.a * x + s.b,
+    lambda s, x: x * s.a * s.a,
+    lambda s, x: torch.add(x, s.a, alpha=2) / s.b,
+    lambda s, x: torch.sub(input=x, other=s.a).pow(2),
+    lambda s, x: torch.where(x > 0, s.a, x) * s.b,
+    lambda s, x: torch.addcmul(x, s.a, s.a, value=3) - s.b,
+    lambda s, x: torch.addcmul(s.a, x, s.b),
+    lambda s, x: x.clamp(min=s.a, max=s.b + 3),
+    lambda s, x: torch.lerp(s.a, x, 0.3).maximum(s.b),
+    lambda s, x: (x.transpose(0, 1) * s.b[:, None] * s.a.sum()).transpose(0, 1) + s.b * s.c,
+    lambda s, x: x * s.scalar + (s.b > x),
+    lambda s, x: torch.cat([s.a.expand_as(x) * x, x], 1) * s.b[0],
+]
+"""Weights [T, D], [D] and [] taken element by element with data."""
+
+
+@pytest.mark.parametrize("function", SPREAD)
+@pytest.mark.parametrize("shape", [(T, D), (D,), (1, D)])
+def test_weights_met_element_by_element(function, shape):
+    torch.manual_seed(0)
+    a, b = nn.Parameter(torch.rand(shape) + 0.5), nn.Parameter(torch.rand(T, D) + 1)
+    model = Fn(function, a=a, b=b, scalar=nn.Parameter(torch.tensor(0.7))).double()
+    model.register_buffer("c", torch.rand(D).double())
+    for _ in range(3):
+        assert_right(model, torch.randn(B, T, D).double())
+
+
+def test_weights_met_element_by_element_need_not_be_understood_again(monkeypatch):
+    model = Fn(
+        lambda s, x: s.w * torch.add(s.l(x) * s.w, s.b),
+        l=nn.Linear(D, D),
+        w=nn.Parameter(torch.rand(D)),
+        b=nn.Parameter(torch.rand(T, D)),
+    )
+    assert_right(model.double(), torch.randn(B, T, D).double())
+    names, understood = [], Intercept._understood
+
+    def noted(self, kind, *rest):
+        names.append(kind.name)
+        return understood(self, kind, *rest)
+
+    monkeypatch.setattr(Intercept, "_understood", noted)
+    assert_right(model, torch.randn(B, T, D).double())
+    assert names
+    assert not {"mul", "add"} & set(names)
+
+
+def test_a_rule_that_comes_later_is_asked(monkeypatch):
+    model, asked = Fn(lambda s, x: x * s.w, w=nn.Parameter(torch.rand(D))).double(), []
+
+    def own(meeting, *args, **kwargs):
+        asked.append(meeting.name)
+        return NotImplemented
+
+    for _ in range(2):
+        assert_right(model, torch.randn(B, T, D).double())
+    monkeypatch.setitem(RULES, torch.Tensor.mul, own)
+    assert_right(model, torch.randn(B, T, D).double())
+    assert asked == ["mul"]
+
+
+def test_an_expanded_parameter_has_all_its_elements():
+    """Its memory repeats, but its gradient does not: unlike that of a value which code has expanded."""
+    repeated = torch.rand(1, D, dtype=torch.float64).expand(T, D)
+    for w in (repeated, repeated.contiguous(), repeated):
+        assert_right(Fn(lambda s, x: x * s.w, w=nn.Parameter(w)), torch.randn(B, T, D).double())
 
 
 @pytest.mark.parametrize("write", [torch.Tensor.add_, torch.Tensor.copy_, torch.Tensor.__iadd__])

@@ -11,10 +11,11 @@ from samplewise.flow.call import Several, tensors_in
 from samplewise.flow.memory import REMEMBERED, Known, key_of, shapes_of
 from samplewise.marking import WEIGHT, Look, Marking
 from samplewise.ops.foreign import FOREIGN
+from samplewise.ops.pointwise import pointwise
 from samplewise.ops.recipe import Recipe
 from samplewise.ops.registry import EXPANSIONS, RULES, note_of
 from samplewise.samples import Layout
-from samplewise.tap import Recorder, apply_tap
+from samplewise.tap import Recorder, apply_gate, apply_tap
 
 PLAIN = frozenset([float, bool, str, type(None), torch.dtype])
 INTEGERS = frozenset([int])
@@ -98,14 +99,19 @@ class Alike:
 
     def _meet(self, func: Callable, args: tuple, kwargs: dict, known: Known, recipe: Recipe) -> Any:
         """Runs an op as its rule did, and taps its result; NotImplemented if the rule must be asked."""
-        if RULES.get(func) is not recipe.rule or func in EXPANSIONS or func in FOREIGN:
+        if RULES.get(func, pointwise) is not recipe.rule or func in EXPANSIONS or func in FOREIGN:
             return NotImplemented
         if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return NotImplemented
         tensors = [*args, *kwargs.values()] if kwargs else list(args)
         plain = tensors.copy()
+        recorder, targets_of = self._recorder, self._weights.targets_of_parameter
         for place in recipe.weights:
             plain[place] = tensors[place].detach()
+        for place, spread, factor_of, note in recipe.gates:
+            targets = targets_of(tensors[place])
+            recorder.note(targets, note)
+            plain[place] = apply_gate(spread(tensors[place].detach()), recorder.anchor, recorder, targets, factor_of)
         if kwargs:
             num = len(args)
             out = recipe.run(*plain[:num], **dict(zip(kwargs, plain[num:], strict=True)))
@@ -116,14 +122,15 @@ class Alike:
         if y.shape != known.shapes:
             return NotImplemented
         tensors += results
-        recorder, note = self._recorder, recipe.note
+        note = recipe.note
         if y.dtype is not note.dtype:  # autocast is not in the key
             note = note_of(note.op, note.how, note.layout, y.dtype)
         handed = []
         for place, factor_of, kept in recipe.uses:
-            targets = self._weights.targets_of_parameter(tensors[place])
+            targets = targets_of(tensors[place])
             recorder.note(targets, note)
             handed.append((targets, factor_of, kept))
-        y = apply_tap(y, recorder.anchor, recorder, handed, [tensors[place] for place in recipe.kept])
+        if handed:
+            y = apply_tap(y, recorder.anchor, recorder, handed, [tensors[place] for place in recipe.kept])
         self._marks.set(y, known.mark)
         return y

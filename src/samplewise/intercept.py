@@ -42,6 +42,9 @@ from samplewise.weights import Weight, looked_up, needs_gradient
 FRESH = set("new_zeros new_ones new_full new_empty".split())
 """Ops on data that take only its shape and type."""
 
+SPREADING = frozenset(ELEMENTWISE - PATTERNS)
+"""Ops that take a weight element by element with data; `w.to(x)` takes x for a pattern alone."""
+
 SYNONYMS = {"axis": "dim", "keepdims": "keepdim"}
 """NumPy's keywords, which torch takes for its own."""
 
@@ -194,7 +197,8 @@ class Intercept(TorchFunctionMode):
     def _simple(self, kind: Kind, func: Callable, args: tuple, kwargs: dict, look: Look, key: Any) -> Any:
         """Runs an op on data, captured parameters and known constants; NotImplemented if more must be known to understand it."""
         if look.weights:
-            if func not in RULES or func in EXPANSIONS or func in FOREIGN or is_in_place(func):
+            has_rule = func in RULES or (kind.name in SPREADING and not kind.has_inside)
+            if not has_rule or func in EXPANSIONS or func in FOREIGN or is_in_place(func):
                 return NotImplemented
             if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
                 return NotImplemented

@@ -21,11 +21,11 @@ from samplewise.ops.foreign import FOREIGN, ExpandedWeight
 from samplewise.ops.generic import Generic
 from samplewise.ops.pointwise import pointwise
 from samplewise.ops.recipe import recipe_of
-from samplewise.ops.registry import RULES, FactorOf, Meeting, Use, note_of
+from samplewise.ops.registry import RULES, Gated, Meeting, Use, note_of
 from samplewise.refusals import describe, refuse, refuse_in_place
 from samplewise.samples import Layout, Lost, Mark
 from samplewise.sight import CustomFunction
-from samplewise.tap import Gate, Recorder, Targets, apply_tap, is_wanted
+from samplewise.tap import Recorder, Targets, apply_gate, apply_tap, is_wanted
 
 
 class Meetings:
@@ -47,14 +47,12 @@ class Meetings:
         key: Any = None,
     ) -> Any:
         """Runs the op by its rule and taps its result; what is found out is remembered by the key."""
-        meeting = self.meeting(func, name, args, kwargs, data, weights)
-        y = NotImplemented
-        if func in RULES:
-            y = RULES[func](meeting, *args, **kwargs)
+        meeting, rule = self.meeting(func, name, args, kwargs, data, weights), RULES.get(func)
+        y = NotImplemented if rule is None else rule(meeting, *args, **kwargs)
         if y is NotImplemented and name in ELEMENTWISE and not (is_in_place(func) and meeting.is_weight(args[0])):
-            meeting.how = "elementwise"
+            meeting.how, rule = "elementwise", pointwise
             y = pointwise(meeting)
-        if y is NotImplemented:
+        if y is NotImplemented or rule is None:
             return self._meet_generic(meeting, data, weights)
         if meeting.marks is not None:
             for t, layout in zip(y, meeting.marks, strict=True):
@@ -67,10 +65,10 @@ class Meetings:
             (mark,) = mark
         if not isinstance(mark, Layout) or mark.has_strays:
             refuse(name, mark, weights)
+        known = recalled(key) if meeting.uses or meeting.gates else None
+        if known is not None and known.mark is mark:
+            known.recipe = recipe_of(rule, meeting, y) or False
         if meeting.uses:
-            known = recalled(key)
-            if known is not None and known.mark is mark and func in RULES:
-                known.recipe = recipe_of(RULES[func], meeting, y) or False
             y = self.tap(meeting, y)
         self.marks.set(y, mark)
         return y
@@ -146,10 +144,10 @@ class Meetings:
             handed.append((targets, use.factor_of, places))
         return apply_tap(t, self.recorder.anchor, self.recorder, handed, kept)
 
-    def gate(self, meeting: Meeting, weight: Tensor, spread: Tensor, factor_of: FactorOf) -> Tensor:
-        targets = self.weights.targets(weight)
+    def gate(self, meeting: Meeting, gated: Gated) -> Tensor:
+        targets, spread = self.weights.targets(gated.source), gated.spread(gated.source.detach())
         self.recorder.note(targets, note_of(meeting.name, meeting.how, meeting.first_layout, spread.dtype))
-        return Gate.apply(spread, self.recorder.anchor, self.recorder, targets, factor_of)  # type: ignore[return-value]
+        return apply_gate(spread, self.recorder.anchor, self.recorder, targets, gated.factor_of)
 
     def foreign(
         self, func: Callable, name: str, args: tuple, kwargs: dict, data: list[tuple[Tensor, Mark]], weights: list

@@ -104,10 +104,6 @@ class Tap(torch.autograd.Function):
         return g, None, None, None, None
 
 
-apply_tap: Any = super(torch.autograd.Function, Tap).apply  # type: ignore[misc]
-"""Tap.apply without what torch does there for transforms, in which captured parameters are refused."""
-
-
 class Gate(torch.autograd.Function):
     """A weight spread to the shape of an elementwise op's result; its gradient becomes the factor."""
 
@@ -126,6 +122,11 @@ class Gate(torch.autograd.Function):
             if is_wanted(ctx.recorder.anchor_node):
                 ctx.recorder.deliver(ctx.targets, ctx.factor_of(g))
         return (None,) * 5
+
+
+apply_tap: Any = super(torch.autograd.Function, Tap).apply  # type: ignore[misc]
+apply_gate: Any = super(torch.autograd.Function, Gate).apply  # type: ignore[misc]
+"""Their `apply` without what torch does there for transforms, in which captured parameters are refused."""
 
 
 def is_wanted(leaf_node: Any) -> bool:

@@ -28,21 +28,22 @@ def pointwise(meeting: Meeting) -> Any:
     layout = common_layout(meeting, tensors, len(shape))
     if layout is None:
         return NotImplemented
+    for weight in filter(meeting.is_weight, tensors):
+        gate(meeting, weight, shape, layout)
+    return meeting.run()
 
-    def gated(a: Any) -> Any:
-        if not meeting.is_weight(a):
-            return a
-        source = unspread(a)
-        spread = source.detach().expand(shape)
-        return meeting.gate(source, spread, lambda g: spread_sum(g, layout, tuple(source.shape)))
 
-    return meeting.func(*map(gated, meeting.args), **{k: gated(v) for k, v in meeting.kwargs.items()})
+def gate(meeting: Meeting, weight: Tensor, shape: torch.Size, layout: Layout) -> None:
+    """Lets the op run on the weight spread to this shape, whose gradient falls into samples by the layout."""
+    source = unspread(weight)
+    own = tuple(source.shape)
+    meeting.gate(weight, source, lambda w: w.expand(shape), lambda g: spread_sum(g, layout, own))
 
 
 @rule(torch.masked_fill, torch.Tensor.masked_fill)
 def masked_fill(meeting: Meeting, input: Tensor, mask: Tensor, value: Any) -> Any:
     """where(mask, value, x): masked_fill itself takes no value of the result's shape."""
-    return pointwise(replace(meeting, func=torch.where, args=(mask, value, input), kwargs={}))
+    return pointwise(replace(meeting, func=torch.where, args=(mask, value, input), kwargs={}, gates={}))
 
 
 @rule(torch.Tensor.__setitem__)
@@ -50,11 +51,8 @@ def written(meeting: Meeting, target: Tensor, index: Any, value: Tensor) -> Any:
     """x[index] = weight: the weight gets g of the elements that it was written to."""
     if not meeting.is_data(target) or not meeting.is_weight(value) or any(map(meeting.is_data, tree_leaves(index))):
         return NotImplemented
-    here = _layout_at(index, target, meeting.layout(target))
-    source = unspread(value)
-    spread = source.detach().expand(target[index].shape)
-    target[index] = meeting.gate(source, spread, lambda g: spread_sum(g, here, tuple(source.shape)))
-    return None
+    gate(meeting, value, target[index].shape, _layout_at(index, target, meeting.layout(target)))
+    return meeting.run()
 
 
 @untraced
@@ -73,15 +71,9 @@ def concatenated(meeting: Meeting, tensors: list[Tensor], dim: int = 0, **kwargs
     layout = common_layout(meeting, list(tensors), tensors[0].ndim)
     if layout is None or kwargs or (not new_dim and (dim % tensors[0].ndim) in layout.dims):
         return NotImplemented
-
-    def gated(t: Tensor) -> Tensor:
-        if not meeting.is_weight(t):
-            return t
-        source = unspread(t)
-        spread = source.detach().expand(t.shape)
-        return meeting.gate(source, spread, lambda g: spread_sum(g, layout, tuple(source.shape)))
-
-    return meeting.func([gated(t) for t in tensors], dim)
+    for weight in filter(meeting.is_weight, tensors):
+        gate(meeting, weight, weight.shape, layout)
+    return meeting.run()
 
 
 @untraced
@@ -101,8 +93,10 @@ def common_layout(meeting: Meeting, tensors: list[Tensor], ndim: int) -> Layout 
 
 def unspread(weight: Tensor) -> Tensor:
     """`weight` without what `expand` repeated: dimensions of stride 0 cut to size 1, so that a class token [B, 1, D]
-    counts as the [1, 1, D] that it is.
+    counts as the [1, 1, D] that it is. A leaf is what it is: its gradient has all elements.
     """
+    if weight.is_leaf:
+        return weight
     for d, (size, stride) in enumerate(zip(weight.shape, weight.stride(), strict=True)):
         if size > 1 and stride == 0:
             weight = weight.narrow(d, 0, 1)

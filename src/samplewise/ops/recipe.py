@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from samplewise.fold import Fold
-from samplewise.ops.registry import FactorOf, Meeting, Note, Rule, note_of
+from samplewise.ops.registry import FactorOf, Meeting, Note, Rule, Spread, note_of
 from samplewise.samples import Layout
 
 
@@ -30,6 +30,8 @@ class Recipe:
     """The places of what the uses keep."""
     uses: tuple[tuple[int, FactorOf, tuple[int, ...]], ...]
     """For each use the place of its weight, how a gradient becomes its factor, and which of `kept` it keeps."""
+    gates: tuple[tuple[int, Spread, FactorOf, Note], ...]
+    """For each weight that the op takes spread out its place, how it is spread, and how a gradient becomes its factor."""
 
 
 def recipe_of(rule: Rule, meeting: Meeting, y: Any) -> Recipe | None:
@@ -45,15 +47,23 @@ def recipe_of(rule: Rule, meeting: Meeting, y: Any) -> Recipe | None:
     needed = {id(t) for use in meeting.uses for t in (use.weight, *use.keep)} | meeting.weight_ids
     if len(places) != len(tensors) or not needed <= places.keys():
         return None  # one tensor twice, where another call has two; or tensors in lists
-    if not all(_is_of_shapes(use.factor_of) for use in meeting.uses):
+    if any(id(gated.source) != weight for weight, gated in meeting.gates.items()):
         return None
-    weights = tuple(places[weight] for weight in meeting.weight_ids)
+    said_of = [use.factor_of for use in meeting.uses]
+    said_of += [said for gated in meeting.gates.values() for said in (gated.spread, gated.factor_of)]
+    if not all(map(_is_of_shapes, said_of)):
+        return None
+    weights = tuple(places[weight] for weight in meeting.weight_ids if weight not in meeting.gates)
     kept = list(dict.fromkeys(places[id(t)] for use in meeting.uses for t in use.keep))
     said = tuple(
         (places[id(use.weight)], use.factor_of, tuple(kept.index(places[id(t)]) for t in use.keep)) for use in meeting.uses
     )
-    note = note_of(meeting.name, meeting.how, meeting.first_layout, y.dtype)
-    return Recipe(rule, meeting.ran, note, weights, tuple(kept), said)
+    of_dtype = lambda dtype: note_of(meeting.name, meeting.how, meeting.first_layout, dtype)
+    gates = tuple(
+        (places[weight], gated.spread, gated.factor_of, of_dtype(gated.source.dtype))
+        for weight, gated in meeting.gates.items()
+    )
+    return Recipe(rule, meeting.ran, of_dtype(y.dtype), weights, tuple(kept), said, gates)
 
 
 PLAIN = (int, float, complex, str, type(None), torch.dtype, Fold, Layout)

@@ -14,6 +14,8 @@ from samplewise.samples import Layout
 
 FactorOf = Callable[..., Factor]
 """(g, *kept) → the factor of one weight; g is the gradient that backward brings."""
+Spread = Callable[[Tensor], Tensor]
+"""A weight → the same numbers in the shape of what it meets."""
 
 
 @dataclass
@@ -23,6 +25,15 @@ class Use:
     weight: Tensor
     factor_of: FactorOf
     keep: tuple[Tensor, ...] = ()
+
+
+@dataclass
+class Gated:
+    """One weight that an op call takes spread out."""
+
+    source: Tensor
+    spread: Spread
+    factor_of: FactorOf
 
 
 @dataclass(frozen=True)
@@ -45,7 +56,7 @@ class Taps(Protocol):
     """Puts taps and gates into the graph, as `intercept.Intercept` does."""
 
     def tap(self, meeting: "Meeting", t: Tensor) -> Tensor: ...
-    def gate(self, meeting: "Meeting", weight: Tensor, spread: Tensor, factor_of: FactorOf) -> Tensor: ...
+    def gate(self, meeting: "Meeting", gated: Gated) -> Tensor: ...
 
 
 @dataclass
@@ -54,7 +65,7 @@ class Meeting:
 
     The rule runs the op on `plain` weights, which need no gradient, and says with `use` what each weight gets from the
     gradient of the result. Where a rule would rather have the gradient of the weight itself, spread out to the shape of
-    the result, it runs the op on a `gate`.
+    the result, it lets the op `run` on a `gate`.
     """
 
     name: str
@@ -68,6 +79,8 @@ class Meeting:
     taps: "Taps"
     how: str = "rule"
     uses: list[Use] = field(default_factory=list)
+    gates: dict[int, Gated] = field(default_factory=dict)
+    """Weights that `run` puts spread out in their places, by id."""
     marks: list[Layout] | None = None
     ran: Callable | None = None
     """What `run` ran, and what that gave."""
@@ -84,9 +97,9 @@ class Meeting:
     def is_weight(self, t: Any) -> bool:
         return id(t) in self.weight_ids
 
-    def gate(self, weight: Tensor, spread: Tensor, factor_of: FactorOf) -> Tensor:
-        """`spread` again, handing the gradient that it gets to `factor_of` for the weight."""
-        return self.taps.gate(self, weight, spread, factor_of)
+    def gate(self, weight: Tensor, source: Tensor, spread: Spread, factor_of: FactorOf) -> None:
+        """`run` takes `spread(source)` for the weight, and what gradient that gets is handed to `factor_of` for `source`."""
+        self.gates[id(weight)] = Gated(source, spread, factor_of)
 
     def tap(self, t: Tensor) -> Tensor:
         """`t` again, whose gradient goes to the uses so far; for a rule that taps something else than its result."""
@@ -102,17 +115,20 @@ class Meeting:
         return t.detach() if id(t) in self.weight_ids else t
 
     def run(self, func: Callable | None = None) -> Any:
-        """The result of the op, or of `func` in its place, of the same arguments with weights that need no gradient.
+        """The result of the op, or of `func` in its place, of the same arguments with weights that need no gradient, or gated.
 
         A rule that takes all it keeps from the arguments and from what this gives is not asked again for calls alike.
         """
         self.ran = func or self.func
-        out = self.ran(*map(self._plain_in, self.args), **{k: self._plain_in(v) for k, v in self.kwargs.items()})
+        out = self.ran(*map(self._taken, self.args), **{k: self._taken(v) for k, v in self.kwargs.items()})
         self.results = out if isinstance(out, tuple) else (out,)
         return out
 
-    def _plain_in(self, a: Any) -> Any:
-        return type(a)(map(self.plain, a)) if type(a) in (list, tuple) else self.plain(a)
+    def _taken(self, a: Any) -> Any:
+        """What `run` takes for an argument."""
+        if type(a) in (list, tuple):
+            return type(a)(map(self._taken, a))
+        return self.taps.gate(self, self.gates[id(a)]) if id(a) in self.gates else self.plain(a)
 
     def is_data(self, t: Any) -> bool:
         return id(t) in self.layouts
