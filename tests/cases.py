@@ -911,6 +911,31 @@ def _segments(s: Any, x: Tensor) -> Tensor:
     return x.new_zeros(len(x), 3).index_add(0, rows, s.l(x.flatten(0, 1)))
 
 
+def _scattered(how: str) -> Callable[[Any, Tensor], Tensor]:
+    """Messages [E, D] along the edges of a graph a sample, added up at the nodes that they go to, and nodes at their graphs."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        (B, N, _), rows = x.shape, torch.arange(x.shape[0] * x.shape[1])
+        to = rows.view(B, N).roll(1, 1).flatten().repeat(2)
+        h = s.l(x.flatten(0, 1))
+        h = scatter(h.new_zeros(h.shape), to, h[rows.repeat(2)] * torch.arange(1, N + 1).repeat(2 * B)[:, None])
+        return scatter(h.new_zeros(B, 3), rows // N, s.m(h.tanh()))
+
+    def scatter(out: Tensor, index: Tensor, values: Tensor) -> Tensor:
+        index = index[:, None].expand_as(values)
+        if how == "in place":
+            return out.scatter_add_(0, index, values)
+        if how == "turned":
+            return out.mT.scatter_add(1, index.mT, values.mT).mT
+        return (
+            out.scatter_add(0, index, values)
+            if how == "sum"
+            else out.scatter_reduce(0, index, values, how, include_self=False)
+        )
+
+    return forward
+
+
 def _masked(s: Any, x: Tensor) -> Tensor:
     mask = torch.ones(len(x), 6, 6, dtype=torch.bool).tril()
     return F.scaled_dot_product_attention(s.q(x), s.k(x), x, attn_mask=mask)
@@ -979,6 +1004,8 @@ MADE: dict[str, tuple[Callable, dict[str, Any], tuple]] = {
     "index-added": (lambda s, x: torch.zeros(len(x), 4, 3).to(x).index_add(1, torch.tensor([0, 1, 1, 3, 0, 2]), s.l(x)),
                     L53, ((B, 6, 5),)),
     "segments": (_segments, L53, ((B, 6, 5),)),
+    **{f"scattered-{how}": (_scattered(how), {"l": nn.Linear(5, 3), "m": nn.Linear(3, 3)}, ((B, 6, 5),))
+       for how in ("sum", "in place", "turned", "mean", "amax")},
     "mask": (_masked, {"q": nn.Linear(5, 5), "k": nn.Linear(5, 5, bias=False)}, ((B, 6, 5),)),
     "positions-counted": (lambda s, i: s.e(i) + s.p((i != 0).cumsum(1)),
                           {"e": nn.Embedding(7, 3), "p": nn.Embedding(9, 3)}, (ids(7, B, 5),)),

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 
 from samplewise.flow.call import op_name, tensors_in
 from samplewise.flow.handlers import flows_by_shapes
@@ -20,7 +21,7 @@ OPAQUE = set(
 )
 """Questions about a tensor that give no tensor of values: answered as they are."""
 
-FOLLOWED = {"register_hook", "deepcopy", "as_subclass"}
+FOLLOWED = {"register_hook", "deepcopy", "as_subclass", "grad"}
 """Those after which something of the samples must be kept track of."""
 
 
@@ -73,6 +74,8 @@ class Kind:
     """Whether it is a function of torch written in Python, which is looked into."""
     is_alike: bool
     """Whether a call like one before need not be understood again, or what it calls need not."""
+    is_higher: bool
+    """Whether it is a higher-order op, which is given functions."""
 
 
 @lru_cache(maxsize=4096)
@@ -84,4 +87,5 @@ def kind_of(func: Callable) -> Kind:
     is_question = is_opaque and name not in FOLLOWED and not is_reading
     has_inside = without_override(func) is not None and func not in ENGINE
     is_alike = not is_opaque and (has_inside or flows_by_shapes(name))
-    return Kind(name, is_opaque, is_question, is_reading, is_opaque and name in SIZES, has_inside, is_alike)
+    asks_size, is_higher = is_opaque and name in SIZES, isinstance(func, HigherOrderOperator)
+    return Kind(name, is_opaque, is_question, is_reading, asks_size, has_inside, is_alike, is_higher)

@@ -3,6 +3,7 @@
 import copy
 import random
 import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -128,7 +129,10 @@ def _copied(p: Tensor) -> Tensor:
 
 def _twin(module: nn.Module, own: dict[int, Tensor]) -> nn.Module:
     """The twin with these tensors in the place of parameters, by id, also of those in lists, as recurrent layers keep them."""
-    copied = module.__class__.__new__(module.__class__)
+    cls = (
+        module.__class__
+    )  # a `__new__` in Python does more than make it: that of fx.GraphModule makes a class without forward
+    copied = object.__new__(cls) if isinstance(cls.__new__, types.FunctionType) else cls.__new__(cls)
     instead = lambda v: own.get(id(v), v)
     attributes = {k: copy.copy(v) if isinstance(v, dict | list | set) else v for k, v in vars(module).items()}
     attributes |= {k: list(map(instead, v)) for k, v in attributes.items() if own and type(v) is list}

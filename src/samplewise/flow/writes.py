@@ -101,17 +101,28 @@ def added_along(call: Call) -> Mark:
         return call.mixed()
     if id(target) not in layouts:
         return call.layout(compressed(landed))
-    if call.name == "index_copy":  # what was there is gone
+    if call.name in ("index_copy", "scatter"):  # what was there is gone
         return call.layout(compressed(torch.where(landed == NO_SAMPLE, layouts[id(target)].ids, landed)))
     return merged(call, [layouts[id(target)].ids, landed])
 
 
 def scattered(call: Call) -> Mark:
-    """x.scatter(dim, index, value): what lands in an element must be of its sample."""
-    target, dim, index = call.args[0], call.arg(1, "dim"), call.arg(2, "index")
+    """x.scatter(dim, index, value): what lands in an element must be of its sample. Whole rows land as those of `index_add` do."""
+    target, dim, index, source = call.args[0], call.arg(1, "dim"), call.arg(2, "index"), call.arg(3, "src")
     dim = dim % max(1, target.ndim)
+    of_source = call.layouts.get(id(source))
+    if of_source is not None and dim in of_source.dims and source.shape == index.shape:
+        rows = _whole_rows(on_cpu(index), dim)
+        if rows is not None:
+            return added_along(replace(call, args=(target, dim, rows, source), kwargs={}))
     layouts = [mark for _, mark in call.marks if isinstance(mark, Layout)]
     met = merged(call, [layout.ids for layout in layouts if layout.ids.ndim == target.ndim])
     if not isinstance(met, Layout) or len(layouts) != len(call.marks) or dim in met.dims:
         return Lost(call.name)
     return met if all(index.shape[d] == target.shape[d] for d in met.dims) else Lost(call.name)
+
+
+def _whole_rows(index: Tensor, dim: int) -> Tensor | None:
+    """Where each row along `dim` goes, if all of its elements go to the same place, as with an index that was expanded."""
+    told = index.movedim(dim, 0).reshape(index.shape[dim], -1)
+    return told[:, 0] if told.numel() and bool((told == told[:, :1]).all()) else None
