@@ -1103,6 +1103,53 @@ def test_verify_runs_once_per_kind_of_call():
     assert len(sizes) == 4
 
 
+def test_verify_runs_again_where_backward_has_got_hooks():
+    model, x = stack(), data(B, T, D)
+    run_capture(model, rows, x)
+    model[0].register_full_backward_pre_hook(lambda module, gradients: (gradients[0] / gradients[0].norm(),))
+    with pytest.raises(SamplesMixError):
+        run_capture(model, rows, x)
+
+
+def test_verify_knows_inputs_that_need_a_gradient():
+    """Forces, saliency: forward asks for the gradient of its input, which in a submodule may be changed in place."""
+
+    def forces(s, x):
+        energy = s.a(x).tanh().sum()
+        return s.b(torch.autograd.grad(energy, x, retain_graph=True)[0].detach()) + s.a(x)
+
+    model = Fn(forces, a=nn.Linear(D, D), b=nn.Linear(D, D)).double()
+    losses = lambda model, x: rows(model, x.clone().requires_grad_())
+    x = data(B, D)
+    truth, found = oracle(model, losses, x), run_capture(model, losses, x).materialize()
+    assert found.keys() == truth.keys()
+    assert all(relative_error(found[name], truth[name]) < TOLERANCE for name in truth)
+    model = nn.ModuleDict({"a": nn.Linear(D, D), "b": nn.Sequential(nn.ReLU(inplace=True), nn.Linear(D, 3))}).double()
+    run_capture(model, lambda model, x: model["b"](model["a"](x)).square().sum(1), x)
+
+
+def test_graph_modules_are_verified():
+    """Those of torch.fx make a class for each instance, which a copy must have too."""
+    model, x = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 3))).double(), data(B, D)
+    truth, found = oracle(model, rows, x), run_capture(model, rows, x).materialize()
+    assert all(relative_error(found[name], truth[name]) < TOLERANCE for name in truth)
+    assert sw.verify(model, x).is_right
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:FutureWarning")  # torch's own, as it makes its rules for duals
+def test_dual_parameters_are_refused():
+    def dual(s, x):
+        with torch.autograd.forward_ad.dual_level():
+            w = torch.autograd.forward_ad.make_dual(s.w, torch.ones_like(s.w))
+            return x * torch.autograd.forward_ad.unpack_dual(x * w).tangent
+
+    with (
+        sw.capture(Fn(dual, w=nn.Parameter(torch.rand(D))), verify=False) as grads,
+        pytest.raises(UnattributedError, match="make_dual"),
+    ):
+        grads.backward(rows(grads.model, data(B, D)))
+
+
 def test_verify_is_not_remembered_if_it_failed():
     model = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.Linear(D, 3)).double()
     for _ in range(2):

@@ -11,6 +11,8 @@ from test_silent_errors import B, assert_right, data, linear, refused, two
 from torch import Tensor, nn
 
 import samplewise as sw
+from samplewise import UnattributedError
+from samplewise.testing import run_capture
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile's own
 
@@ -163,6 +165,91 @@ class OthersInBackward(TimesWeight):
     def backward(ctx, g):
         x, w = ctx.saved_tensors
         return g * w, (g * x.flip(0)).sum(0)
+
+
+class Recomputed(torch.autograd.Function):
+    """A checkpoint as diffusion models have them: its backward runs the module again and asks for gradients of its parameters."""
+
+    @staticmethod
+    def forward(ctx, module, unused, x, *parameters):
+        ctx.module, ctx.x, ctx.parameters, ctx.unused = module, x, parameters, unused
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.module(x)
+        return None, None, *torch.autograd.grad(y, (x, *ctx.parameters), g, allow_unused=ctx.unused)
+
+
+class Stored(Recomputed):
+    @staticmethod
+    def forward(ctx, module, unused, x, *parameters):
+        with torch.enable_grad():
+            ctx.x, ctx.parameters = x.detach().requires_grad_(), parameters
+            ctx.y = module(ctx.x)
+        return ctx.y.detach()
+
+    @staticmethod
+    def backward(ctx, g):
+        return None, None, *torch.autograd.grad(ctx.y, (ctx.x, *ctx.parameters), g, allow_unused=True)
+
+
+class PartlyRecomputed(Recomputed):
+    """x · w + module(x), where only the first term knows w by its argument."""
+
+    @staticmethod
+    def forward(ctx, module, unused, x, w):
+        return Recomputed.forward(ctx, module, unused, x, w) + x * w
+
+    @staticmethod
+    def backward(ctx, g):
+        _, _, of_x, of_w = Recomputed.backward(ctx, g)
+        (w,) = ctx.parameters
+        return None, None, of_x + g * w, (g * ctx.x).sum(0) + (0 if of_w is None else of_w)
+
+
+class Rounded(torch.autograd.Function):
+    """Gives its scale no gradient, as rounding straight through does."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        return (x / scale).round() * scale
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, None
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("unused", [True, False])
+@pytest.mark.parametrize("function", [Recomputed, Stored])
+@pytest.mark.parametrize("part", [lambda: linear(5, 5), lambda: nn.Sequential(linear(5, 5), nn.Dropout(0.5))])
+def test_autograd_function_that_runs_a_module_of_its_own_is_refused(part, function, unused, verify):
+    model = nn.ModuleDict({"a": linear(5, 5), "f": part(), "b": linear(5, 3)}).double()
+
+    def losses(model, x):
+        return model["b"](function.apply(model["f"], unused, model["a"](x), *model["f"].parameters())).square().sum(1)
+
+    with sw.capture(model, verify=verify) as grads, pytest.raises(UnattributedError, match="a checkpoint of your own"):
+        grads.backward(losses(model, data(B, 5)))
+
+
+def test_autograd_function_that_knows_a_parameter_by_two_ways_is_refused():
+    model = Fn(
+        lambda s, x: s.a(PartlyRecomputed.apply(lambda t: t.sin() * s.w, True, x, s.w)), a=linear(5, 5), w=(5,)
+    ).double()
+    with sw.capture(model, verify=False) as grads, pytest.raises(UnattributedError, match="alone something else"):
+        grads.backward(model(data(B, 5)).square().sum(1))
+
+
+def test_autograd_function_that_gives_a_parameter_no_gradient():
+    model, x = Fn(lambda s, x: s.a(Rounded.apply(x, s.scale)), a=linear(5, 5), scale=()).double(), data(B, 5)
+    assert_right(model, x, exclude=["scale"])
+    grads = run_capture(model, lambda model, x: model(x).square().sum(1), x)
+    assert not grads["scale"].norms().any()
 
 
 def test_autograd_function_whose_backward_uses_other_samples():

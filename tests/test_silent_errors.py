@@ -510,9 +510,23 @@ MIXING_LOSSES = {
     "rolled as one long row": lambda z: (z * z.roll(1)).sum(),
     "by code that is not seen": ContrastiveInNumpy.apply,
     "hinge of the mean": lambda z: F.relu(z.mean()),
+    "balanced by norms of gradients": lambda z: (z * gradient(z.sin().sum(), z).norm()).sum(),
+    "balanced by .grad": lambda z: (z * backpropagated(z).norm()).sum(),
+    "by gradients of what mixes": lambda z: (z * gradient(z.sum().square(), z)).sum(),
+    "by gradients of a constant": lambda z: (z * gradient((z * (one := torch.ones(()).double().requires_grad_())).sum(), one)).sum(),
     "product of sums": lambda z: z.sum() * z.mean(),
     "einsum over pairs": lambda z: torch.einsum("bi,ci->", z, z),
 }  # fmt: skip
+
+
+def gradient(total, of):
+    return torch.autograd.grad(total, of, retain_graph=True)[0]
+
+
+def backpropagated(z):
+    z.retain_grad()
+    z.sin().sum().backward(inputs=[z], retain_graph=True)
+    return z.grad
 
 
 @pytest.mark.parametrize("name", MIXING_LOSSES)
@@ -635,6 +649,20 @@ def test_weight_behind_a_derived_one_changed_in_place_raises(name, when):
             with torch.no_grad():
                 model.w.mul_(2)
         grads.norms()
+
+
+def test_weight_behind_a_kronecker_product_changed_in_place_raises():
+    """torch keeps its factors under versions of their own, so that it does not notice; changed before backward, nobody does."""
+    model, x = Fn(lambda s, x: F.linear(x, torch.kron(s.w.T, s.v)), w=(1, 3), v=(1, 5)).double(), data(B, 5)
+    for name in ("w", "v"):
+        with sw.capture(model) as grads:
+            grads.backward(rows(model, x))
+        grads.norms()
+        with torch.no_grad():
+            getattr(model, name).mul_(2)
+        for asked in ("w", "v"):
+            with pytest.raises(SamplewiseError, match="in place"):
+                grads[asked].norms()
 
 
 def test_weight_changed_before_backward_raises():

@@ -16,6 +16,7 @@ from samplewise.flow.handlers import moves
 from samplewise.flow.memory import key_of
 from samplewise.flow.names import CLASS_LOSSES, ELEMENTWISE, LOSSES, SCALING
 from samplewise.flow.routing import PATTERNS, ROUTING, routes
+from samplewise.higher import refuse_hidden, run_branch
 from samplewise.inside import Insides
 from samplewise.kinds import SIZED_BY_VALUES, Kind, kind_of, read_by_torch
 from samplewise.marking import Look, Marking
@@ -73,6 +74,8 @@ class Intercept(TorchFunctionMode):
         if kind.is_question or self.is_paused:
             if kind.asks_size and self.sized.entries and not self.is_paused:
                 self._asked(kind.name, args[0])
+            if kind.is_higher and kind.name == "cond":  # of itself it would lose gradients
+                return run_branch(*args, **(kwargs or {}))
             return func(*args, **kwargs) if kwargs else func(*args)
         if self.recorder.guard is not None:
             return self._guarded(self.recorder.guard, kind, func, args, kwargs or {})
@@ -90,6 +93,11 @@ class Intercept(TorchFunctionMode):
         """Runs a call that is like none before, or of a kind that nothing is remembered of."""
         if kind.is_opaque:
             return self._opaque(func, kind.name, args, kwargs)
+        if kind.is_higher:
+            if kind.name == "cond":
+                with self:
+                    return run_branch(*args, **kwargs)
+            refuse_hidden(kind.name, args, kwargs)
         if kind.is_alike and "out" not in kwargs:
             look = Look(self.marking)
             key = key_of(func, args, kwargs, look)
@@ -99,8 +107,8 @@ class Intercept(TorchFunctionMode):
                     return out
         name = kind.name
         tensors, data, weights, routed = self._sorted(name, args, kwargs)
-        if weights and func is torch.autograd.grad:
-            refuse_grad(weights)
+        if func is torch.autograd.grad:
+            return self._gradients(func, args, kwargs, weights)
         if func is torch.autograd.backward:
             losses = [(t, self.marks.get(t)) for t in tensors if t.requires_grad]
             self.recorder.check_losses(losses, is_weighted=are_given(*args[1:2], **kwargs))
@@ -243,7 +251,7 @@ class Intercept(TorchFunctionMode):
         if name == "register_hook" and (weight := self.weights.get(t)) is not None and weight.pull is not None:
             refuse_hook([(t, weight)])
         out = func(*args, **kwargs)
-        if name in ("deepcopy", "as_subclass") and mark is not None:
+        if name in ("deepcopy", "as_subclass", "grad") and mark is not None and isinstance(out, Tensor):
             self.marks.set(out, mark)
         return out
 
@@ -258,6 +266,14 @@ class Intercept(TorchFunctionMode):
             self.recorder.guard.hid(f"a sum over samples by {name}", is_inside=self.recorder.is_inside)
         return out
 
+    def _gradients(self, func: Callable, args: tuple, kwargs: dict, weights: list[tuple[Tensor, Weight]]) -> Any:
+        """Gradients by `autograd.grad`, which are of the samples that they are the gradients of."""
+        if weights:
+            refuse_grad(weights)
+        gradients = self.insides.run(self, func, args, kwargs)
+        self.marking.mark_gradients(gradients, *args, **kwargs)
+        return gradients
+
     def _constant(self, func: Callable, args: tuple, kwargs: dict, tensors: list[Tensor]) -> Any:
         """Runs an op on neither data nor weights, and keeps track of what was made inside the block."""
         out = func(*args, **kwargs)
@@ -269,6 +285,8 @@ class Intercept(TorchFunctionMode):
 
     def _derive(self, func: Callable, name: str, args: tuple, kwargs: dict, weights: list, routed: bool) -> Any:
         """Runs an op on weights alone, in ordinary autograd; queries walk its graph again."""
+        if name == "make_dual":
+            refuse_transform(name, weights)
         picked = routed or any(weight.is_picked for _, weight in weights)
         if picked and not routed and not (name in ELEMENTWISE or moves(name)):
             refuse_picked(name, weights)

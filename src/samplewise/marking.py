@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from samplewise.flow import flow
 from samplewise.flow.call import Call, Several, is_in_place, op_name, tensors_in
@@ -13,7 +14,7 @@ from samplewise.flow.memory import key_of
 from samplewise.flow.writes import written
 from samplewise.inside import ONE_OP
 from samplewise.marks import Marks, has_memory
-from samplewise.samples import Layout, Lost, Mark, same_ids
+from samplewise.samples import Layout, Lost, Mark, Mixed, same_ids
 from samplewise.tap import Recorder
 from samplewise.tracing import untraced
 from samplewise.weights import Weight
@@ -52,6 +53,27 @@ class Marking:
             each = mark[i] if isinstance(mark, Several) else mark
             if each is not None:
                 self._set(t, each, in_place=in_place)
+
+    def mark_gradients(
+        self,
+        gradients: Any,
+        outputs: Any,
+        inputs: Any,
+        grad_outputs: Any = None,
+        *_: Any,
+        is_grads_batched: bool = False,
+        **__: Any,
+    ) -> None:
+        """Marks what `autograd.grad` gave: it is of the samples of the inputs, where the outputs keep samples apart."""
+        marks = [self.marks.get(t) for t in tensors_in((outputs, grad_outputs)) if t.requires_grad or self.marks.get(t)]
+        is_apart = all(isinstance(mark, Layout) or (isinstance(mark, Mixed) and mark.linear) for mark in marks)
+        for t, g in zip(tree_leaves(inputs), tree_leaves(gradients, is_leaf=lambda a: a is None), strict=True):
+            mark = self.marks.get(t)
+            if g is not None and isinstance(mark, Layout) and is_apart:
+                batched = lambda mark=mark: mark.ids.unsqueeze(0)
+                self.marks.set(g, mark.derived("batched gradients", batched) if is_grads_batched else mark)
+            elif g is not None:
+                self.marks.set(g, Lost("autograd.grad"))
 
     def mark_anew(self, func: Callable, args: tuple, kwargs: dict, out: Any) -> None:
         """Marks the results of an op on data of the simple kinds, of which nothing is remembered that fits."""

@@ -79,7 +79,7 @@ class Marks(Generic[M]):
 
 def has_memory(t: Tensor) -> bool:
     """Whether the tensor lies in memory that another could share."""
-    return t.layout is torch.strided and not t.is_meta and not is_functorch_wrapped_tensor(t)
+    return t.layout is torch.strided and not t.is_meta and not is_functorch_wrapped_tensor(t) and not t._is_zerotensor()
 
 
 def _memory(t: Tensor) -> Any:

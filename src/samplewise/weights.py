@@ -104,13 +104,14 @@ class Weights:
         assert weight is not None
         if weight.pull is not None:
             return [(name, weight.pull) for name in weight.roots]
-        self._refuse_other_leaves(t, weight)
-        edge, dtype = get_gradient_edge(t), t.dtype
-        return [(name, _pullback(edge, self.parameters[name], dtype)) for name in sorted(weight.roots)]
+        nodes = _nodes_behind(t)
+        self._refuse_other_leaves(t, weight, nodes)
+        edge, dtype, uncounted = get_gradient_edge(t), t.dtype, _uncounted(nodes)
+        return [(name, _pullback(edge, self.parameters[name], dtype, uncounted)) for name in sorted(weight.roots)]
 
-    def _refuse_other_leaves(self, t: Tensor, weight: Weight) -> None:
+    def _refuse_other_leaves(self, t: Tensor, weight: Weight, nodes: set[Any]) -> None:
         """A leaf that is not captured would lose its ordinary gradient where a captured one is taken."""
-        for node in _nodes_behind(t):
+        for node in nodes:
             leaf = getattr(node, "variable", None)
             if leaf is not None and node not in self._name_of_node:
                 raise UnattributedError(
@@ -163,8 +164,20 @@ def _nodes_behind(t: Tensor) -> set[Any]:
     return seen
 
 
-def _pullback(edge: GradientEdge, parameter: Tensor, dtype: torch.dtype) -> Pull:
-    return lambda factor: Pullback(factor, edge, parameter, dtype)
+def _uncounted(nodes: set[Any]) -> tuple[Tensor, ...]:
+    """The leaves of which a graph has values under a version of their own, as `torch.kron` has: a change of them goes unnoticed."""
+    leaves: dict[int, Tensor] = {}
+    for node in nodes:
+        if node.name() == "UnsafeViewBackward0":
+            while len(node.next_functions) == 1 and node.next_functions[0][0] is not None:
+                node = node.next_functions[0][0]
+            if hasattr(node, "variable"):
+                leaves[id(node.variable)] = node.variable
+    return tuple(leaves.values())
+
+
+def _pullback(edge: GradientEdge, parameter: Tensor, dtype: torch.dtype, uncounted: tuple[Tensor, ...]) -> Pull:
+    return lambda factor: Pullback(factor, edge, parameter, dtype, uncounted)
 
 
 SAME = set("to float double half bfloat16 contiguous clone type alias".split())

@@ -13,11 +13,14 @@ from samplewise.precision import HALF
 class Pullback(Factor):
     """G[b] = Jᵀ derived[b], with J the Jacobian of the derived value in the parameter.
 
-    `edge` is the derived value's place in the graph of the parameter-only ops, which ordinary autograd keeps.
+    `edge` is the derived value's place in the graph of the parameter-only ops, which ordinary autograd keeps. `uncounted` are
+    parameters whose values it keeps in a way that does not notice when they are changed.
     """
 
-    def __init__(self, derived: Factor, edge: GradientEdge, parameter: Tensor, dtype: torch.dtype):
-        self.derived, self.edge, self.parameter, self.dtype = derived, edge, parameter, dtype
+    def __init__(
+        self, derived: Factor, edge: GradientEdge, parameter: Tensor, dtype: torch.dtype, uncounted: tuple[Tensor, ...] = ()
+    ):
+        self.derived, self.edge, self.parameter, self.dtype, self.uncounted = derived, edge, parameter, dtype, uncounted
         self.num_samples, self.shape = derived.num_samples, tuple(parameter.shape)
 
     def materialize(self) -> Tensor:
@@ -30,16 +33,16 @@ class Pullback(Factor):
             return torch.stack([self._vjp(row, batched=False) for row in inner])
 
     def select(self, samples: Tensor | slice) -> "Pullback":
-        return Pullback(self.derived.select(samples), self.edge, self.parameter, self.dtype)
+        return self._of(self.derived.select(samples))
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.derived.tensors()
+        return (*self.uncounted, *self.derived.tensors())
 
     def use(self) -> Use | None:
         return self.derived.use()
 
     def built(self) -> "Pullback":
-        return Pullback(self.derived.built(), self.edge, self.parameter, self.dtype)
+        return self._of(self.derived.built())
 
     def elements_per_sample(self) -> int:
         return max(super().elements_per_sample(), self.derived.elements_per_sample())
@@ -60,7 +63,11 @@ class Pullback(Factor):
         if not isinstance(other, Pullback) or other.edge != self.edge or other.parameter is not self.parameter:
             return None
         inner = self.derived.joined(other.derived)
-        return None if inner is None else Pullback(inner, self.edge, self.parameter, self.dtype)
+        return None if inner is None else self._of(inner)
+
+    def _of(self, derived: Factor) -> "Pullback":
+        """The factor of the same parameter for another factor of the derived value."""
+        return Pullback(derived, self.edge, self.parameter, self.dtype, self.uncounted)
 
     def _rounds(self) -> bool:
         """Whether a gradient passes half precision on its way to the parameter."""

@@ -1,6 +1,6 @@
 """Any differentiable op: exact, from the op's own backward, one sample at a time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,10 @@ from samplewise.tracing import doubt, is_tracing
 
 COARSE = 0.02
 """How far somebody's own backward may be from itself, relative to its largest entry: half precision inside is no error."""
+_WAYS_OUT = (
+    "If it is a checkpoint of your own, use torch.utils.checkpoint; or write it in ops of torch, or leave its parameters out: "
+    "capture(model, exclude=[...])."
+)
 TRIED: set[Any] = set()
 """Functions and registered ops whose backward was found to give a sample alone what it gives it in its batch."""
 
@@ -81,11 +85,9 @@ class GenericFactor:
         self.place, self.edge, self.stand_in, self.result_layout = place, get_gradient_edge(y), stand_in, result_layout
         self.func, self.args, self.kwargs = meeting.func, *tree_map_only(Tensor, id, (meeting.args, meeting.kwargs))
         self.layouts = {id(t): meeting.layout(t) for t in data}
-        self.others = {
-            id(t): meeting.plain(t).detach()
-            for t in tree_leaves((meeting.args, meeting.kwargs))
-            if isinstance(t, Tensor) and not meeting.is_data(t)
-        }
+        others = [t for t in tree_leaves((meeting.args, meeting.kwargs)) if isinstance(t, Tensor) and not meeting.is_data(t)]
+        self.others = {id(t): meeting.plain(t).detach() for t in others}
+        self.weights = {id(t): t for t in others if meeting.is_weight(t)}
         self.is_repeatable = True
         self.weight_id = id(weight)
         self.data_ids = [id(t) for t in data]
@@ -93,6 +95,8 @@ class GenericFactor:
     def __call__(self, g: Tensor, *data: Tensor) -> Dense:
         B, ids = self.result_layout.num_samples, self.result_layout.ids_on(g.device)
         if self._are_finite(g, *data):
+            if not is_torchs(self.func):
+                self._refuse_other_weight(g, data)
             rows = [self._vjp(self.edge, self.stand_in, torch.where(ids == b, g, 0)) for b in range(B)]
             if not is_torchs(self.func) and rows:
                 self._refuse_other_sum(g, rows)
@@ -108,24 +112,47 @@ class GenericFactor:
         doubt(~torch.stack(finite).all())
         return True
 
-    def _alone(self, b: int, g: Tensor, data: tuple[Tensor, ...]) -> Tensor:
-        """The op once more on the rows of sample b."""
+    def _alone(self, b: int, g: Tensor, data: tuple[Tensor, ...], weights: Mapping[int, Tensor] | None = None) -> Tensor:
+        """The op once more on the rows of sample b, and on these weights, or else on a stand-in for that which is asked for."""
         if not self.is_repeatable or any(len(layout.dims) != 1 for layout in (self.result_layout, *self.layouts.values())):
             return self._vjp(self.edge, self.stand_in, torch.where(self.result_layout.ids_on(g.device) == b, g, 0))
         cut = {key: _rows_of(b, t, self.layouts[key]) for key, t in zip(self.data_ids, data, strict=True)}
-        weight = self.stand_in.detach().requires_grad_()
-        values = {**self.others, **cut, self.weight_id: weight}
-        known = values.keys()
-        args, kwargs = tree_map_only(int, lambda a: values[a] if a in known else a, (self.args, self.kwargs))
+        weights = weights or {self.weight_id: self.stand_in.detach().requires_grad_()}
         own = _rows_of(b, g, self.result_layout)
         with torch.enable_grad():
-            y = tree_leaves(self.func(*args, **kwargs))[self.place]
+            y = self._run({**self.others, **cut, **weights})
         if y.shape != own.shape:  # the weight itself has a row a sample
             raise UnattributedError(
                 f"sample {b} or another is not finite, and {self.func.__name__} cannot be run on one sample alone to keep them "
                 "apart, because its weight has a row for each. Leave out samples that are not finite."
             )
-        return self._vjp(y, weight, own)
+        return self._vjp(y, weights[self.weight_id], own)
+
+    def _refuse_other_weight(self, g: Tensor, data: tuple[Tensor, ...]) -> None:
+        """Somebody's own backward may take the gradient of the weight itself, which it has by another way than its arguments."""
+        try:
+            if _gradient(self.edge, self.stand_in, g) is not None:
+                return
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise UnattributedError(
+                f"the backward of {self.func.__name__} cannot be asked for the share of one parameter ({error}). {_WAYS_OUT}"
+            ) from error
+        values = {**self.others, **{key: t.clone() for key, t in zip(self.data_ids, data, strict=True)}, **self.weights}
+        with torch.random.fork_rng([t.device for t in data if t.is_cuda]), torch.enable_grad():
+            y = self._run(values)
+            if _gradient(y, self.weights[self.weight_id], g) is None:
+                return
+        raise UnattributedError(
+            f"the backward of {self.func.__name__} gives a parameter its gradient although none of its arguments leads there: it runs "
+            f"code that holds the parameter. {_WAYS_OUT}"
+        )
+
+    def _run(self, values: Mapping[int, Tensor]) -> Tensor:
+        """The op once more, on these tensors in the places of those that it was called with."""
+        args, kwargs = tree_map_only(int, lambda a: values.get(a, a), (self.args, self.kwargs))
+        return tree_leaves(self.func(*args, **kwargs))[self.place]
 
     def _refuse_other_sum(self, g: Tensor, rows: list[Tensor]) -> None:
         """Somebody's own backward may mix samples, or change what it keeps: then its parts are not parts of its whole."""
@@ -146,7 +173,7 @@ class GenericFactor:
             return
         TRIED.add(kind)  # once, as running it may have effects of its own
         try:
-            alone = self._alone(b, g, data)
+            alone = self._alone(b, g, data, self.weights)  # those themselves, which its backward may have by another way too
         except Exception:  # it cannot be run on one sample
             return
         off = float((alone - rows[b]).abs().max())
@@ -160,8 +187,13 @@ class GenericFactor:
 
     @staticmethod
     def _vjp(y: Any, weight: Tensor, g: Tensor) -> Tensor:
-        (gradient,) = torch.autograd.grad(y, weight, g, retain_graph=True, allow_unused=True, materialize_grads=True)
-        return gradient
+        gradient = _gradient(y, weight, g)
+        return torch.zeros_like(weight) if gradient is None else gradient
+
+
+def _gradient(y: Any, weight: Tensor, g: Tensor) -> Tensor | None:
+    """The gradient that g of `y` gives the weight; None if there is no way from one to the other."""
+    return torch.autograd.grad(y, weight, g, retain_graph=True, allow_unused=True)[0]
 
 
 def _rows_of(b: int, t: Tensor, layout: Layout) -> Tensor:

@@ -63,8 +63,10 @@ def _verified(
 ) -> Verification:
     copies: list[tuple[Tensor, Layout]] = []
 
+    @torch.enable_grad()
     def copied(t: Tensor) -> Tensor:
-        own = t.detach().clone()
+        own = t.detach().clone().requires_grad_(t.requires_grad)  # code may ask for its gradient
+        own = own if t.is_leaf else own.clone()  # what was computed may be changed in place
         if id(t) in marks:
             copies.append((own, marks[id(t)]))
         return own

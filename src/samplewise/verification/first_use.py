@@ -60,13 +60,15 @@ def _kind(recording: Capture, module: nn.Module, args: tuple, kwargs: dict) -> A
 
 
 def _flags(modules: Iterable[nn.Module]) -> tuple:
-    """For each module its class, then its attributes that are a flag, a string or None.
+    """For each module its class and number of hooks on its backward, then its attributes that are a flag, a string or None.
 
     Asked in every step, of 3,400 attributes for 164 modules, so it is a bare loop: 0.24 ms, as comprehensions 0.41 (Xeon).
     """
     found: list[Any] = []
     for module in modules:
         found.append(type(module))
+        if module._backward_pre_hooks or module._backward_hooks:
+            found.append((len(module._backward_pre_hooks), len(module._backward_hooks)))
         for value in vars(module).values():
             if value is None or value is True or value is False or type(value) is str:
                 found.append(value)
