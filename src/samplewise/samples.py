@@ -11,6 +11,7 @@ from torch import Tensor
 
 from samplewise.fold import NO_SAMPLE, Fold
 from samplewise.tracing import untraced
+from samplewise.unwatched import unwatched
 
 
 class Layout:
@@ -86,6 +87,7 @@ class Layout:
         return {}
 
     @untraced
+    @unwatched
     def fold(self, features: int) -> "Fold":
         """How a tensor with this layout is brought into the form [B, T, *features], `features` counting its last dims."""
         if features not in self._folds:
