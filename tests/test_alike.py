@@ -342,6 +342,55 @@ def test_an_expanded_parameter_has_all_its_elements():
         assert_right(Fn(lambda s, x: x * s.w, w=nn.Parameter(w)), torch.randn(B, T, D).double())
 
 
+class Masked(torch.autograd.Function):
+    """w expanded; backward gives each place another weight."""
+
+    @staticmethod
+    def forward(ctx, w, mask):
+        ctx.save_for_backward(mask)
+        return w.expand(len(mask), -1)
+
+    @staticmethod
+    def backward(ctx, g):
+        return (g * ctx.saved_tensors[0]).sum(0, keepdim=True), None
+
+
+def _hooked(s, x):
+    expanded = s.w.expand(T, D)
+    expanded.register_hook(lambda g: g * s.mask)
+    return x * expanded
+
+
+REPEATED = {
+    "view of memory that repeats": lambda s, x: x + s.r[:T],
+    "turned": lambda s, x: x + s.r.T[:, :T].T,
+    "expanded memory that repeats": lambda s, x: x + s.r.expand(2, -1, -1)[1, 1 : T + 1],
+    "token of memory that repeats": lambda s, x: torch.cat(
+        [s.r[:1].expand(len(x), 1, D), s.r[:2].expand(len(x), 2, D), x], 1
+    ),
+    "hooked": _hooked,
+    "by a Function": lambda s, x: x * Masked.apply(s.w, s.mask),
+    "expanded once more": lambda s, x: x * Masked.apply(s.w, s.mask).expand(len(x), T, D),
+    "expanded": lambda s, x: x * s.w.expand(T, D)[None].expand(len(x), T, D).transpose(0, 1).transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+@pytest.mark.parametrize("num_samples", [1, B])
+def test_places_of_a_weight_that_share_memory(name, num_samples):
+    repeating = torch.rand(1, D, dtype=torch.float64).expand(T + 2, D)
+    model = Fn(REPEATED[name], w=nn.Parameter(torch.rand(1, D).double()), r=nn.Parameter(repeating))
+    model.register_buffer("mask", torch.arange(1.0, T + 1).double()[:, None])
+    for _ in range(2):
+        x = torch.randn(num_samples, T, D).double()
+        grads = run_capture(model, rows, x, verify=False)
+        model.zero_grad()
+        rows(model, x).sum().backward()
+        for name_of in grads:
+            assert relative_error(grads[name_of].sum(), dict(model.named_parameters())[name_of].grad) < 1e-9
+        model.zero_grad()
+
+
 @pytest.mark.parametrize("write", [torch.Tensor.add_, torch.Tensor.copy_, torch.Tensor.__iadd__])
 def test_data_written_into_a_constant_that_an_older_view_shows_is_refused_each_time(write):
     def through_the_view(s, x):

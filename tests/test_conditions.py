@@ -1111,6 +1111,15 @@ def test_verify_runs_again_where_backward_has_got_hooks():
         run_capture(model, rows, x)
 
 
+def test_no_captured_parameter_takes_part():
+    model = Fn(lambda s, x: x * s.w, w=nn.Parameter(torch.ones(D)), v=nn.Parameter(torch.ones(D)))
+    with sw.capture(model, params=["v"]) as grads:
+        grads.backward(model(data(B, D)).sum(1))
+    assert not len(grads)
+    with pytest.raises(SamplewiseError, match="no gradient was captured"):
+        grads.norms()
+
+
 def test_verify_knows_inputs_that_need_a_gradient():
     """Forces, saliency: forward asks for the gradient of its input, which in a submodule may be changed in place."""
 

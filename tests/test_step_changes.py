@@ -3,12 +3,14 @@
 import copy
 import functools
 import itertools
+import math
+import operator
 import os
 import random
 import sys
 import types
 from array import array
-from collections import deque
+from collections import UserDict, UserList, deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from enum import Enum
@@ -78,6 +80,12 @@ def _changes_of_query() -> dict[str, Callable[[], tuple[Any, Callable]]]:
         for _ in range(8):
             inner.next = inner = Config()
         return top
+
+    def matched(c: Any) -> float:
+        match c:
+            case types.SimpleNamespace(norm=norm):
+                return norm
+        return 1.0
 
     def innermost(c: Any) -> Any:
         while hasattr(c, "next"):
@@ -240,6 +248,24 @@ def _changes_of_query() -> dict[str, Callable[[], tuple[Any, Callable]]]:
         "global-of-helper": lambda: (lambda grads: by_global(grads), halve_global),
         "global-of-callable": lambda: (Asker(), halve_global),
         "module": by_module,
+        "environment-asked": lambda: (
+            lambda grads: clip(grads, float(os.getenv("NORM", "0.1"))), lambda: os.environ.update(NORM="0.05")
+        ),
+        "list-of-users": of(lambda: UserList([0.1]), lambda c: c[0], put(0)),
+        "dict-of-users": of(lambda: UserDict(a=0.1), lambda c: c["a"], put("a")),
+        "pattern": of(lambda: types.SimpleNamespace(norm=0.1), matched, lambda c: setattr(c, "norm", 0.05)),
+        "builtin-method": of(lambda: (d := {"a": 0.1}, d.get), lambda c: c[1]("a"), lambda c: put("a")(c[0])),
+        "method-wrapper": of(lambda: (d := [0.1], d.__len__), lambda c: 0.1 / c[1](), lambda c: c[0].append(0.1)),
+        "attribute-getter": of(
+            lambda: (Config(), operator.attrgetter("norm")), lambda c: c[1](c[0]), lambda c: setattr(c[0], "norm", 0.05)
+        ),
+        "evaluated": of(lambda: types.SimpleNamespace(norm=0.1), lambda c: eval("c.norm"), lambda c: setattr(c, "norm", 0.05)),
+        "sign-of-zero": of(
+            lambda: types.SimpleNamespace(n=0.0), lambda c: 0.1 + 0.05 * math.copysign(1, c.n), lambda c: setattr(c, "n", -0.0)
+        ),
+        "end-of-range": of(
+            lambda: types.SimpleNamespace(n=range(0, 3, 2)), lambda c: 0.1 * c.n.stop, lambda c: setattr(c, "n", range(0, 4, 2))
+        ),
         "environment": lambda: (
             lambda grads: clip(grads, float(os.environ.get("NORM", "0.1"))), lambda: os.environ.update(NORM="0.05")
         ),
@@ -634,8 +660,13 @@ def test_a_first_step_that_goes_another_way_is_taken_that_way(uncompiled):
         np.random.default_rng(0).random,
         np.random.RandomState(0).rand,
         (k for k in range(1, 99)).__next__,
+        itertools.cycle([1.0, 2.0, 3.0]).__next__,
+        iter([1.0, 2.0, 3.0, 4.0]).__next__,
+        map(float, [1, 2, 3, 4]).__next__,
+        iter({1.0: 1, 2.0: 2, 3.0: 3}).__next__,
+        itertools.chain([1.0, 2.0], iter([3.0, 4.0])).__next__,
     ],
-    ids=["count", "random", "numpy", "numpy-state", "generator"],
+    ids=["count", "random", "numpy", "numpy-state", "generator", "cycle", "list", "map", "dict", "chain"],
 )
 def test_what_moves_on_with_each_step_is_refused(draw, uncompiled):
     source = draw.__self__
@@ -643,3 +674,27 @@ def test_what_moves_on_with_each_step_is_refused(draw, uncompiled):
     step, _ = both(mlp(), lambda m, x, y: per_row(m, x, y) * getattr(source, name)())
     with pytest.raises(sw.SamplewiseError, match="the step changes 'source'"):
         step(*batch_of())
+
+
+def test_signs_of_tensors_are_seen():
+    """Memory that is read with the other sign lies like any other; compiled for real, since torch itself looks at the sign."""
+    step, op_by_op = both(nn.Linear(4, 1), lambda m, x: m(x).squeeze(1).exp(), norms)
+    model, x = step.model, torch.rand(B, 4)
+    for batch in (x, torch._neg_view(x), x):
+        assert error(step(batch).answer, op_by_op(batch).answer) < 1e-9
+    model.weight.data = torch._neg_view(model.weight.detach().clone())
+    assert error(step(x).answer, op_by_op(x).answer) < 1e-9
+
+
+def test_other_parameters_get_no_gradient(uncompiled):
+    model = mlp()
+    first, *others = dict(model.named_parameters())
+    step, op_by_op = both(model, query=norms, params=[first])
+    others = [p for name, p in model.named_parameters() if name != first]
+    for grad in (None, 1.0):
+        for p in others:
+            p.grad = None if grad is None else torch.full_like(p, grad)
+        batch = batch_of()
+        answer = step(*batch).answer
+        assert all(p.grad is None if grad is None else bool((p.grad == grad).all()) for p in others)
+        assert error(answer, op_by_op(*batch).answer) < 1e-9

@@ -12,6 +12,7 @@ from samplewise.losses import LossFn
 from samplewise.opening import capture
 from samplewise.plan import Rates
 from samplewise.queries import Grads
+from samplewise.verification.alone import gradients_put_back
 
 
 class StepResult(NamedTuple):
@@ -91,7 +92,15 @@ def step_with(
 
     if not compile:
         return lambda *batch: run(batch, Record(), verify=verify)
-    return Compiled(model, run, (loss_fn, query), batch_dim=options.get("batch_dim", 0), verify=verify)
+
+    def run_alone(batch: tuple, record: Record, *, verify: bool) -> StepResult:
+        """As `run`; parameters that are not captured get no gradient, as a graph gives them none."""
+        with gradients_put_back(model):
+            return run(batch, record, verify=verify)
+
+    return Compiled(
+        model, run if names is None else run_alone, (loss_fn, query), batch_dim=options.get("batch_dim", 0), verify=verify
+    )
 
 
 def _mark(grads: Grads, batch: tuple) -> None:

@@ -30,7 +30,7 @@ def kind_of(leaf: Any, batch_dim: int, size: int) -> Any:
     if isinstance(leaf, Tensor):
         shape = [-1 if d == batch_dim and n == size else n for d, n in enumerate(leaf.shape)]
         strides = None if leaf.is_contiguous() else leaf.stride()
-        return tuple(shape), strides, leaf.dtype, leaf.device
+        return tuple(shape), strides, leaf.dtype, leaf.device, signs(leaf)
     if not isinstance(leaf, COMPARED):
         raise SamplewiseError(
             f"a compiled step was given a {type(leaf).__name__}, and would not see it change: a batch is of tensors, numbers and "
@@ -38,6 +38,11 @@ def kind_of(leaf: Any, batch_dim: int, size: int) -> Any:
             "op: per_sample_step(..., compile=False)."
         )
     return type(leaf), repr(leaf)  # True and 1.0 are equal to 1, and -0.0 to 0.0, but not to code
+
+
+def signs(t: Tensor) -> tuple[bool, bool]:
+    """Whether the values of a tensor are read from its memory conjugated, and with the other sign."""
+    return t.is_conj(), t.is_neg()
 
 
 def has_rows(t: Any, batch_dim: int, size: int) -> bool:

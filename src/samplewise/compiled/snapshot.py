@@ -4,15 +4,18 @@ import dis
 import enum
 import functools
 import itertools
+import operator
+import os
 import sys
 import types
-from collections import deque
+from collections import UserDict, UserList, UserString, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from samplewise.compiled.batches import signs
 from samplewise.compiled.hidden import hidden_state
 from samplewise.compiled.untouched import PLAIN, Containers, Entry
 
@@ -25,7 +28,7 @@ LIBRARIES = frozenset({"torch", "samplewise", *OF_TOOLS, *OF_MODELS, *sys.stdlib
 """Packages whose own code is taken to read nothing that changes."""
 UNCALLED = {"__init__", "__new__", "__init_subclass__", "__repr__", "__module__", "__doc__", "__dict__", "__weakref__"}
 """Attributes of a class that a step does not call."""
-REFLECTION = {"vars", "__dict__", "asdict", "__getattr__", "__getattribute__", "attrgetter"}
+REFLECTION = {"vars", "__dict__", "asdict", "__getattr__", "__getattribute__", "attrgetter", "eval", "exec"}
 """Code with one of these names may read attributes that it does not name."""
 
 
@@ -69,7 +72,7 @@ class Snapshot:
         """The name of something that is not what it was, or None."""
         for name, now, before in itertools.chain(self._containers.suspects(), self._entries):
             value = now()
-            if value is not before and not (type(value) is type(before) and _is_simple(before) and value == before):
+            if value is not before and not (type(value) is type(before) and _is_simple(before) and _is_equal(value, before)):
                 return name.removesuffix(".__dict__")
         return None
 
@@ -111,6 +114,8 @@ class Snapshot:
         if isinstance(value, Mapping | set | frozenset):
             for key in list(value):
                 self._later(name, key)
+        if isinstance(value, UserDict | UserList | UserString):
+            self._see(name, lambda: value.data)
         if facts is not None:
             if not _is_of_library(type(value)) and type(value).__module__ != "builtins":
                 self._later(type(value).__name__, type(value))
@@ -136,6 +141,8 @@ class Snapshot:
                 self._see(f"{prefix}{key}", lambda key=key: vars(value).get(key, MISSING))
         elif type(value) in PARTS:
             self._see_attributes(prefix, value, PARTS[type(value)])
+        elif isinstance(value, operator.attrgetter):
+            self._name({part for name in value.__reduce__()[1] for part in name.split(".")})
         elif isinstance(value, types.ModuleType):
             if value.__name__.partition(".")[0] not in LIBRARIES:
                 self._see(f"{prefix}__dict__", lambda: Facts(k for k in vars(value) if k in self._named))
@@ -167,6 +174,8 @@ class Snapshot:
             self._unnamed.setdefault(key, []).append(see)
 
     def _follow_function(self, function: types.FunctionType) -> None:
+        if function is os.getenv:
+            self._later("os.environ", os.environ)
         if _is_of_library(function) and function not in self._given:
             return
         self._see_attributes(f"{function.__name__}.", function, ("__code__", "__defaults__", "__kwdefaults__"))
@@ -203,6 +212,8 @@ class Snapshot:
 
 PARTS: dict[type, tuple[str, ...]] = {
     types.MethodType: ("__self__", "__func__"),
+    types.BuiltinMethodType: ("__self__",),
+    types.MethodWrapperType: ("__self__",),
     functools.partial: ("func", "args", "keywords"),
     property: ("fget",),
     staticmethod: ("__func__",),
@@ -218,10 +229,15 @@ def _is_simple(value: Any) -> bool:
     return isinstance(value, SIMPLE)
 
 
+def _is_equal(value: Any, other: Any) -> bool:
+    """Whether code finds no difference: -0.0 equals 0.0, and range(0, 3, 2) equals range(0, 4, 2)."""
+    return value == other and (not isinstance(value, float | complex | range) or repr(value) == repr(other))
+
+
 def _facts(value: Any) -> Facts | None:
     """What of the value can change while it stays the same object; None if that is its attributes."""
     if isinstance(value, Tensor):
-        return Facts((value.requires_grad, value.dtype, value.device, value.shape, _strides(value)))
+        return Facts((value.requires_grad, value.dtype, value.device, value.shape, _strides(value), *signs(value)))
     if isinstance(value, Mapping):
         return Facts(key if _is_simple(key) else id(key) for key in value)
     if isinstance(value, set | frozenset):
@@ -293,5 +309,8 @@ def _globals(code: types.CodeType) -> set[str]:
 def _names(code: types.CodeType) -> set[str]:
     """The names, and strings that may be names, in the code and in functions defined in it."""
     nested = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    strings = (const for const in code.co_consts if isinstance(const, str) and const.isidentifier())
+    consts = [
+        c for const in code.co_consts for c in (const if isinstance(const, tuple) else (const,))
+    ]  # patterns of `match`
+    strings = (const for const in consts if isinstance(const, str) and const.isidentifier())
     return set(code.co_names).union(strings, *map(_names, nested))

@@ -84,7 +84,7 @@ class Trace:
         except Exception as error:  # whatever code does with tensors that have no values
             of_values = isinstance(error, OF_VALUES) or "SymInt" in str(error)  # a size that only values tell
             why = (
-                "what it does depends on values, of the batch or drawn at random"
+                "what the model, the loss or the query does depends on values, of the batch or drawn at random"
                 if of_values
                 else "its code cannot be traced"
             )

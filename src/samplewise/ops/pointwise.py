@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 
 from samplewise.factors.dense import Dense
@@ -93,14 +94,33 @@ def common_layout(meeting: Meeting, tensors: list[Tensor], ndim: int) -> Layout 
 
 def unspread(weight: Tensor) -> Tensor:
     """`weight` without what `expand` repeated: dimensions of stride 0 cut to size 1, so that a class token [B, 1, D]
-    counts as the [1, 1, D] that it is. A leaf is what it is: its gradient has all elements.
+    counts as the [1, 1, D] that it is.
+
+    Only of what `expand` made is it known that each place gives its gradient to the same number: not of memory that repeats
+    by itself, of a value with hooks, or of what somebody's Function gave.
     """
-    if weight.is_leaf:
+    if not is_expanded(weight):
         return weight
     for d, (size, stride) in enumerate(zip(weight.shape, weight.stride(), strict=True)):
         if size > 1 and stride == 0:
             weight = weight.narrow(d, 0, 1)
     return weight
+
+
+VIEWS = frozenset(
+    f"{name}Backward0" for name in "View ReshapeAlias Unsqueeze Squeeze Permute Transpose T Alias Slice Select".split()
+)
+
+
+def is_expanded(weight: Tensor) -> bool:
+    """Whether the weight is a view of what `expand` gave, and of what lay in memory once."""
+    node, is_found = None if weight._backward_hooks else weight.grad_fn, False  # type: ignore[attr-defined]
+    while node is not None and (node.name() in VIEWS or node.name() == "ExpandBackward0"):
+        is_found = is_found or node.name() == "ExpandBackward0"
+        node = node.next_functions[0][0]
+    leaf = getattr(node, "variable", None)
+    repeats = leaf is not None and 0 in leaf.stride()
+    return is_found and not repeats and not isinstance(node, BackwardCFunction)
 
 
 def spread_sum(g: Tensor, layout: Layout, shape: tuple[int, ...]) -> Dense:

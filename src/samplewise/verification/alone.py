@@ -77,6 +77,8 @@ def gradients_of(total: Tensor, names: list[str], model: nn.Module) -> list[Tens
     named = dict(model.named_parameters(remove_duplicate=False))
     parameters = [named[name] for name in names]
     total = total.real if total.is_complex() else total
+    if not parameters:
+        return []
     try:
         truth = torch.autograd.grad(total, parameters, allow_unused=True, retain_graph=True)
         if all(T is not None for T in truth):
