@@ -10,8 +10,19 @@ from samplewise.errors import SamplewiseError
 COMPARED = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
+def refuse_negated(tensors: list[Tensor]) -> None:
+    """Raises if a step reads one of these from its memory with the other sign, of which torch's compiler does not know."""
+    for t in tensors:
+        if t.is_neg():
+            raise SamplewiseError(
+                f"a tensor {tuple(t.shape)} that the step reads has torch's negative bit, which compiled code does not heed. Give it "
+                "memory of its own, t.resolve_neg(), or take the step op by op: per_sample_step(..., compile=False)."
+            )
+
+
 def refuse_strange(tensors: list[Tensor]) -> None:
     """Raises if a graph cannot take these."""
+    refuse_negated(tensors)
     op_by_op = "take the step op by op: per_sample_step(..., compile=False)."
     for t in tensors:
         if t.requires_grad:
@@ -30,7 +41,7 @@ def kind_of(leaf: Any, batch_dim: int, size: int) -> Any:
     if isinstance(leaf, Tensor):
         shape = [-1 if d == batch_dim and n == size else n for d, n in enumerate(leaf.shape)]
         strides = None if leaf.is_contiguous() else leaf.stride()
-        return tuple(shape), strides, leaf.dtype, leaf.device, signs(leaf)
+        return tuple(shape), strides, leaf.dtype, leaf.device
     if not isinstance(leaf, COMPARED):
         raise SamplewiseError(
             f"a compiled step was given a {type(leaf).__name__}, and would not see it change: a batch is of tensors, numbers and "
@@ -38,11 +49,6 @@ def kind_of(leaf: Any, batch_dim: int, size: int) -> Any:
             "op: per_sample_step(..., compile=False)."
         )
     return type(leaf), repr(leaf)  # True and 1.0 are equal to 1, and -0.0 to 0.0, but not to code
-
-
-def signs(t: Tensor) -> tuple[bool, bool]:
-    """Whether the values of a tensor are read from its memory conjugated, and with the other sign."""
-    return t.is_conj(), t.is_neg()
 
 
 def has_rows(t: Any, batch_dim: int, size: int) -> bool:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samplewise.compiled.batches import signs
 from samplewise.compiled.hidden import hidden_state
 from samplewise.compiled.untouched import PLAIN, Containers, Entry
 
@@ -80,6 +79,10 @@ class Snapshot:
         """The tensors that were met and may be given a gradient."""
         return [t for t in self._seen.values() if isinstance(t, Tensor) and t.is_leaf and t.requires_grad]
 
+    def all_tensors(self) -> list[Tensor]:
+        """The tensors that were met."""
+        return [t for t in self._seen.values() if isinstance(t, Tensor)]
+
     def tensors(self) -> list[Tensor]:
         """The tensors that were met and are no parameters."""
         return [t for t in self._seen.values() if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
@@ -141,6 +144,9 @@ class Snapshot:
                 self._see(f"{prefix}{key}", lambda key=key: vars(value).get(key, MISSING))
         elif type(value) in PARTS:
             self._see_attributes(prefix, value, PARTS[type(value)])
+        elif isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
+            if isinstance(value.__self__, Mapping | list | set | deque):
+                self._see_attributes(prefix, value, ["__self__"])
         elif isinstance(value, operator.attrgetter):
             self._name({part for name in value.__reduce__()[1] for part in name.split(".")})
         elif isinstance(value, types.ModuleType):
@@ -212,8 +218,6 @@ class Snapshot:
 
 PARTS: dict[type, tuple[str, ...]] = {
     types.MethodType: ("__self__", "__func__"),
-    types.BuiltinMethodType: ("__self__",),
-    types.MethodWrapperType: ("__self__",),
     functools.partial: ("func", "args", "keywords"),
     property: ("fget",),
     staticmethod: ("__func__",),
@@ -237,7 +241,7 @@ def _is_equal(value: Any, other: Any) -> bool:
 def _facts(value: Any) -> Facts | None:
     """What of the value can change while it stays the same object; None if that is its attributes."""
     if isinstance(value, Tensor):
-        return Facts((value.requires_grad, value.dtype, value.device, value.shape, _strides(value), *signs(value)))
+        return Facts((value.requires_grad, value.dtype, value.device, value.shape, _strides(value), value.is_neg()))
     if isinstance(value, Mapping):
         return Facts(key if _is_simple(key) else id(key) for key in value)
     if isinstance(value, set | frozenset):

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from samplewise.choice import refuse_lazy
 from samplewise.compiled import sizes
-from samplewise.compiled.batches import has_rows, kind_of, refuse_strange, resized, surroundings
+from samplewise.compiled.batches import has_rows, kind_of, refuse_negated, refuse_strange, resized, surroundings
 from samplewise.compiled.channels_last import lay_images
 from samplewise.compiled.hints import hinted
 from samplewise.compiled.replay import Recorder, values_of
@@ -174,6 +174,7 @@ class Compiled:
         """
         refuse_lazy(self.model.named_parameters())
         snapshot = Snapshot(self.model, *self.functions)
+        refuse_negated(snapshot.all_tensors())
         undo = self._undo(snapshot, batch)
         with Kept(self.model.parameters()) as kept, RandomnessPutBack(gpus_of(self.model)) as randomness:
             try:
