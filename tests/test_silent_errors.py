@@ -478,6 +478,8 @@ class ContrastiveInNumpy(torch.autograd.Function):
 
 
 ONE = torch.ones((), dtype=torch.float64)
+COLUMNS = torch.stack([torch.arange(B), torch.arange(B).roll(1), torch.arange(B)], 1)
+"""Where elements [B, 3] go: the first column to its own rows, the second to those of others."""
 MIXING_LOSSES = {
     "contrastive": lambda z: F.cross_entropy(z @ z.T, torch.arange(B), reduction="sum"),
     "cdist": lambda z: torch.cdist(z, z).sum(),
@@ -510,6 +512,8 @@ MIXING_LOSSES = {
     "rolled as one long row": lambda z: (z * z.roll(1)).sum(),
     "by code that is not seen": ContrastiveInNumpy.apply,
     "hinge of the mean": lambda z: F.relu(z.mean()),
+    "columns scattered to other samples": lambda z: torch.zeros_like(z).scatter_add(0, COLUMNS, z).sum(1).square().sum(),
+    "rows scattered to one": lambda z: torch.zeros_like(z).scatter_add(0, torch.zeros_like(COLUMNS), z).square().sum(),
     "balanced by norms of gradients": lambda z: (z * gradient(z.sin().sum(), z).norm()).sum(),
     "balanced by .grad": lambda z: (z * backpropagated(z).norm()).sum(),
     "by gradients of what mixes": lambda z: (z * gradient(z.sum().square(), z)).sum(),
