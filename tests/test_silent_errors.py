@@ -698,6 +698,36 @@ def test_gradient_of_the_input_alone_fills_nothing():
         grads.norms()
 
 
+PERTURBATIONS = {
+    "like the batch": lambda x: torch.zeros_like(x, requires_grad=True),
+    "of its shape": lambda x: torch.zeros(x.shape, dtype=x.dtype, requires_grad=True),
+    "made of it": lambda x: (x.detach().clone() * 0).requires_grad_(),
+    "a parameter": lambda x: nn.Parameter(torch.zeros_like(x)),
+}
+
+
+def perturbed(make, normalised):
+    """Adversarial training: two steps of each sample's own perturbation, then the loss there."""
+
+    def losses(model, x):
+        delta = make(x)
+        for _ in range(2):
+            (g,) = torch.autograd.grad(rows(model, x + delta).mean(), delta)
+            delta = (delta.detach() + 0.1 * (g / g.norm() if normalised else g.sign())).requires_grad_()
+        return rows(model, x + delta.detach())
+
+    return losses
+
+
+@pytest.mark.parametrize("name", PERTURBATIONS)
+def test_perturbations_of_each_sample(name):
+    model = nn.Sequential(linear(5, 4), nn.Tanh(), linear(4, 3)).double()
+    for x in (data(B, 5), data(1, 5)):
+        assert_right(model, x, loss_fn=perturbed(PERTURBATIONS[name], normalised=False))
+    with sw.capture(model) as grads, pytest.raises(SamplewiseError, match="mix"):
+        grads.backward(perturbed(PERTURBATIONS[name], normalised=True)(model, data(B, 5)))
+
+
 def test_gradients_of_gradients_are_refused():
     model, x = linear().double(), data(B, 5).requires_grad_()
     with sw.capture(model), pytest.raises(SamplewiseError, match="create_graph|not seen"):

@@ -64,7 +64,11 @@ class Marking:
         is_grads_batched: bool = False,
         **__: Any,
     ) -> None:
-        """Marks what `autograd.grad` gave: it is of the samples of the inputs, where the outputs keep samples apart."""
+        """Marks what `autograd.grad` gave: it is of the samples of the inputs, where the outputs keep samples apart.
+
+        That of a constant with as many rows as the batch (each sample's perturbation, in adversarial training) has a row a sample too.
+        """
+        rows, dim = self.recorder.num_rows, self.recorder.batch_dim
         marks = [self.marks.get(t) for t in tensors_in((outputs, grad_outputs)) if t.requires_grad or self.marks.get(t)]
         is_apart = all(isinstance(mark, Layout) or (isinstance(mark, Mixed) and mark.linear) for mark in marks)
         for t, g in zip(tree_leaves(inputs), tree_leaves(gradients, is_leaf=lambda a: a is None), strict=True):
@@ -72,6 +76,15 @@ class Marking:
             if g is not None and isinstance(mark, Layout) and is_apart:
                 batched = lambda mark=mark: mark.ids.unsqueeze(0)
                 self.marks.set(g, mark.derived("batched gradients", batched) if is_grads_batched else mark)
+            elif (
+                g is not None
+                and mark is None
+                and is_apart
+                and g.ndim > dim
+                and g.shape[dim] == rows
+                and not is_grads_batched
+            ):
+                self.recorder.mark(g)
             elif g is not None:
                 self.marks.set(g, Lost("autograd.grad"))
 
