@@ -93,13 +93,13 @@ def step_with(
     if not compile:
         return lambda *batch: run(batch, Record(), verify=verify)
 
-    def run_alone(batch: tuple, record: Record, *, verify: bool) -> StepResult:
-        """As `run`; parameters that are not captured get no gradient, as a graph gives them none."""
+    def run_named(batch: tuple, record: Record, *, verify: bool) -> StepResult:
+        """As `run`; parameters that `params` does not name get no gradient, as a graph gives them none."""
         with gradients_put_back(model):
             return run(batch, record, verify=verify)
 
     return Compiled(
-        model, run if names is None else run_alone, (loss_fn, query), batch_dim=options.get("batch_dim", 0), verify=verify
+        model, run if names is None else run_named, (loss_fn, query), batch_dim=options.get("batch_dim", 0), verify=verify
     )
 
 

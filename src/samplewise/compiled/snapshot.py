@@ -77,7 +77,7 @@ class Snapshot:
 
     def leaves(self) -> list[Tensor]:
         """The tensors that were met and may be given a gradient."""
-        return [t for t in self._seen.values() if isinstance(t, Tensor) and t.is_leaf and t.requires_grad]
+        return [t for t in self.all_tensors() if t.is_leaf and t.requires_grad]
 
     def all_tensors(self) -> list[Tensor]:
         """The tensors that were met."""
@@ -85,7 +85,7 @@ class Snapshot:
 
     def tensors(self) -> list[Tensor]:
         """The tensors that were met and are no parameters."""
-        return [t for t in self._seen.values() if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
+        return [t for t in self.all_tensors() if not isinstance(t, nn.Parameter)]
 
     def _see(self, name: str, now: Callable[[], Any]) -> None:
         value = now()
