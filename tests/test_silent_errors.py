@@ -728,6 +728,72 @@ def test_perturbations_of_each_sample(name):
         grads.backward(perturbed(PERTURBATIONS[name], normalised=True)(model, data(B, 5)))
 
 
+LABELS = torch.tensor([2, 0, 1, 3])
+
+TABLES = {
+    "looked up by labels": lambda f, x, table: f(x + table[LABELS]),
+    "upside down": lambda f, x, table: f(x + table.flip(0)),
+    "both ways": lambda f, x, table: f(x + table + table.flip(0)),
+    "a product of all rows": lambda f, x, table: f(x @ table.T @ table),
+    "by its mean": lambda f, x, table: f(x + table - table.mean(0)),
+    "turned": lambda f, x, table: f(x + table.T),
+    "turned to the batch": lambda f, x, table: f((x.T + table).T),
+    "beside the model": lambda f, x, table: f(x + table) + table.flip(0).square().sum(1),
+}
+
+
+@pytest.mark.parametrize("is_marked", [False, True], ids=["outside", "marked"])
+@pytest.mark.parametrize("name", TABLES)
+def test_gradient_of_a_table_with_a_row_a_sample_is_not_of_the_samples(name, is_marked):
+    """It lies row by row where the table is met so, and nowhere else; whether the batch is marked yet or not."""
+    model, x = nn.Sequential(linear(B, 4), nn.Tanh(), linear(4, 3)).double(), data(B, B)
+    table = data(B, B).requires_grad_()
+    with sw.capture(model) as grads, pytest.raises(SamplewiseError, match="mix|mark|belongs to no sample"):
+        if is_marked:
+            grads.mark(x)
+        (g,) = torch.autograd.grad(TABLES[name](lambda x: rows(model, x), x, table).sum(), table)
+        grads.backward(rows(model, x + g))
+        grads.norms()
+
+
+def test_gradient_of_what_was_turned_before_the_model_saw_it():
+    model, x = linear(5, 3).double(), data(B, 5)
+    delta = torch.zeros_like(x, requires_grad=True)
+    u = x + delta
+    v = u.flip(0)
+    with sw.capture(model) as grads, pytest.raises(UnattributedError, match=r"grads\.mark"):
+        (g,) = torch.autograd.grad((rows(model, u) + rows(model, v)).sum(), delta)
+        grads.backward(rows(model, x + g))
+
+
+PERTURBED = {
+    "clamped": lambda x, delta: (x + delta).clamp(-1, 1),
+    "scaled": lambda x, delta: x + 0.1 * delta.tanh(),
+    "in place": lambda x, delta: (x + delta).clamp_(-1, 1),
+    "twice": lambda x, delta: torch.where(x > 0, x + delta, x * delta),
+}
+
+
+@pytest.mark.parametrize("is_marked", [False, True], ids=["outside", "marked"])
+@pytest.mark.parametrize("name", PERTURBED)
+def test_perturbations_met_element_by_element(name, is_marked):
+    model = nn.Sequential(linear(5, 4), nn.Tanh(), linear(4, 3)).double()
+
+    def losses(model, x):
+        delta = torch.full_like(x, 0.1).requires_grad_()
+        (g,) = torch.autograd.grad(rows(model, PERTURBED[name](x, delta)).sum(), delta)
+        return rows(model, x + g.tanh())
+
+    x = data(B, 5)
+    if is_marked:
+        truth = oracle(model, losses, x)
+        with sw.capture(model) as grads:
+            grads.backward(losses(model, grads.mark(x)))
+        assert relative_error(grads.norms(), norms_of(truth)) < TOLERANCE
+    else:
+        assert_right(model, x, loss_fn=losses)
+
+
 def test_gradients_of_gradients_are_refused():
     model, x = linear().double(), data(B, 5).requires_grad_()
     with sw.capture(model), pytest.raises(SamplewiseError, match="create_graph|not seen"):

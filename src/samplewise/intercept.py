@@ -141,6 +141,8 @@ class Intercept(TorchFunctionMode):
             return self._custom(func, name, args, kwargs, data)
         out = func(*args, **kwargs)
         self.marking.mark(Call(name, func, args, kwargs, out, data))
+        if any(t.requires_grad and self.marks.get(t) is None for t in tensors):
+            self.marking.know(out)
         if name in FRESH:
             self.recorder.constants.set(out, True)
         return out

@@ -7,6 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 from samplewise.errors import UnattributedError
 from samplewise.marks import Marks
+from samplewise.rowwise import know
 from samplewise.samples import Layout, Mark
 from samplewise.weights import Weights
 
@@ -37,14 +38,19 @@ class MarkedBatch:
             raise UnattributedError(
                 f"a tensor {tuple(tensor.shape)} was marked along dimension {dim}, but the batch has {self.num_rows} rows."
             )
-        if self.sample_ids is None:
-            layout = Layout.along(dim, ndim=tensor.ndim, num_samples=size)
-        else:
-            shape = [1] * tensor.ndim
-            shape[dim] = size
-            layout = Layout(self.sample_ids.reshape(shape), self.batch_size)
+        layout = self.rows_of(tensor, dim)
         self.marks.set(tensor, layout)
+        know(tensor, layout)
         return tensor
+
+    def rows_of(self, tensor: Tensor, dim: int) -> Layout:
+        """The layout of a tensor that has the rows of the batch along `dim`."""
+        assert self.batch_size is not None
+        if self.sample_ids is None:
+            return Layout.along(dim, ndim=tensor.ndim, num_samples=self.batch_size)
+        shape = [1] * tensor.ndim
+        shape[dim] = len(self.sample_ids)
+        return Layout(self.sample_ids.reshape(shape), self.batch_size)
 
     @property
     def num_rows(self) -> int | None:

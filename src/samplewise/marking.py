@@ -14,6 +14,7 @@ from samplewise.flow.memory import key_of
 from samplewise.flow.writes import written
 from samplewise.inside import ONE_OP
 from samplewise.marks import Marks, has_memory
+from samplewise.rowwise import know, reaches_own_rows
 from samplewise.samples import Layout, Lost, Mark, Mixed, same_ids
 from samplewise.tap import Recorder
 from samplewise.tracing import untraced
@@ -66,9 +67,8 @@ class Marking:
     ) -> None:
         """Marks what `autograd.grad` gave: it is of the samples of the inputs, where the outputs keep samples apart.
 
-        That of a constant with as many rows as the batch (each sample's perturbation, in adversarial training) has a row a sample too.
+        So it is of a tensor without a mark that is met row by row: each sample's perturbation, in adversarial training.
         """
-        rows, dim = self.recorder.num_rows, self.recorder.batch_dim
         marks = [self.marks.get(t) for t in tensors_in((outputs, grad_outputs)) if t.requires_grad or self.marks.get(t)]
         is_apart = all(isinstance(mark, Layout) or (isinstance(mark, Mixed) and mark.linear) for mark in marks)
         for t, g in zip(tree_leaves(inputs), tree_leaves(gradients, is_leaf=lambda a: a is None), strict=True):
@@ -80,13 +80,23 @@ class Marking:
                 g is not None
                 and mark is None
                 and is_apart
-                and g.ndim > dim
-                and g.shape[dim] == rows
                 and not is_grads_batched
+                and self._has_rows(t, tensors_in((outputs,)))
             ):
                 self.recorder.mark(g)
             elif g is not None:
                 self.marks.set(g, Lost("autograd.grad"))
+
+    def know(self, out: Any) -> None:
+        """Notes what data came of a tensor without a mark, of which `autograd.grad` may be asked for the gradient."""
+        for t in tensors_in((out,)):
+            if isinstance(mark := self.marks.get(t), Layout):
+                know(t, mark)
+
+    def _has_rows(self, t: Tensor, outputs: list[Tensor]) -> bool:
+        """Whether the gradient of `t`, which has no mark, lies row by row as the batch does."""
+        rows, dim = self.recorder.num_rows, self.recorder.batch_dim
+        return t.ndim > dim and t.shape[dim] == rows and reaches_own_rows(t, outputs, self.recorder.rows_of(t, dim))
 
     def mark_anew(self, func: Callable, args: tuple, kwargs: dict, out: Any) -> None:
         """Marks the results of an op on data of the simple kinds, of which nothing is remembered that fits."""

@@ -10,7 +10,7 @@ from samplewise.errors import UnattributedError
 from samplewise.factors.base import Factor
 from samplewise.marks import Marks
 from samplewise.ops.registry import FactorOf, Note
-from samplewise.samples import Mark
+from samplewise.samples import Layout, Mark
 from samplewise.weights import Pull, Weights
 
 Targets = list[tuple[str, Pull]]
@@ -61,6 +61,7 @@ class Recorder(Protocol):
     @property
     def num_rows(self) -> int | None: ...
     def mark(self, tensor: Tensor) -> Tensor: ...
+    def rows_of(self, tensor: Tensor, dim: int) -> Layout: ...
 
     @property
     def is_inside(self) -> bool:
