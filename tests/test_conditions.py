@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import Fn, curved
+from functorch.compile import aot_function, nop
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -1135,6 +1136,31 @@ def test_verify_knows_inputs_that_need_a_gradient():
     assert all(relative_error(found[name], truth[name]) < TOLERANCE for name in truth)
     model = nn.ModuleDict({"a": nn.Linear(D, D), "b": nn.Sequential(nn.ReLU(inplace=True), nn.Linear(D, 3))}).double()
     run_capture(model, lambda model, x: model["b"](model["a"](x)).square().sum(1), x)
+
+
+def derivatives(s, x):
+    """Several gradients of the same values at once."""
+    x = x.detach().requires_grad_()
+    y = x.tanh()
+    (g,) = torch.autograd.grad(y, x, torch.stack([torch.ones_like(y)] * 3), is_grads_batched=True)
+    return s.a(x) + s.b(g.sum(0))
+
+
+DIFFERENTIATED = {
+    "batched gradients": derivatives,
+    "autograd.functional": lambda s, x: s.a(torch.autograd.functional.jvp(torch.tanh, x, torch.ones_like(x))[1]) + s.b(x),
+    "traced": lambda s, x: s.a(aot_function(torch.tanh, nop)(s.b(x))),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # aot_function's own
+@pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_data_differentiated_and_traced_in_forward(name, verify):
+    model, x = Fn(DIFFERENTIATED[name], a=nn.Linear(D, D), b=nn.Linear(D, D)).double(), data(B, D)
+    truth, found = oracle(model, rows, x), run_capture(model, rows, x, verify=verify).materialize()
+    assert found.keys() == truth.keys()
+    assert all(relative_error(found[name], truth[name]) < TOLERANCE for name in truth)
 
 
 def test_graph_modules_are_verified():

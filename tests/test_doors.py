@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import Fn
+from functorch.compile import aot_function, nop
 from test_silent_errors import B, assert_right, data, linear, refused, two
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -239,12 +240,21 @@ MODELS = {
     ),
     "hook on a transposed weight": (lambda: Fn(hook_on_transposed, w=(3, 5)), lambda: (data(B, 5),)),
     "vmap of a layer": (lambda: Fn(lambda s, x: torch.func.vmap(lambda r: s.l(r))(x), l=linear()), lambda: (data(B, 5),)),
+    "jvp of data": (
+        lambda: Fn(lambda s, x: s.l(torch.func.jvp(torch.tanh, (x,), (torch.ones_like(x),))[1]), l=linear()), lambda: (data(B, 5),)
+    ),
+    "hessian of data": (
+        lambda: Fn(lambda s, x: s.l(torch.func.hessian(lambda a: a.tanh().sum())(x).sum((2, 3))), l=linear()),
+        lambda: (data(B, 5),),
+    ),
+    "a traced layer": (lambda: Fn(lambda s, x: s.a(aot_function(s.b, nop)(x)), **two()), lambda: (data(B, 5),)),
     "grad of a layer": (
         lambda: Fn(lambda s, x: s.l(torch.func.grad(lambda r: s.l(r).square().sum())(x)), l=linear(5, 5)), lambda: (data(B, 5),)
     ),
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch.func's own
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
 @pytest.mark.parametrize("name", MODELS)
 def test_model_is_refused(name, verify):

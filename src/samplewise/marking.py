@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
@@ -47,6 +48,10 @@ class Marking:
             return
         call.results = tensors_in((call.out,))
         if not call.results:
+            return
+        if torch._C._are_functorch_transforms_active() or call.name == "add_batch_dim":  # tensors hide dimensions there
+            for t in call.results:
+                self.marks.set(t, Lost("a transform of torch.func"))
             return
         call.out = call.results[0]
         mark, in_place = flow(call), is_in_place(call.func) or "out" in call.kwargs or is_told_in_place(call)

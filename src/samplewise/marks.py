@@ -7,8 +7,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch._C import _current_graph_task_id
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 M = TypeVar("M")
@@ -79,7 +80,8 @@ class Marks(Generic[M]):
 
 def has_memory(t: Tensor) -> bool:
     """Whether the tensor lies in memory that another could share."""
-    return t.layout is torch.strided and not t.is_meta and not is_functorch_wrapped_tensor(t) and not t._is_zerotensor()
+    is_wrapper = is_functorch_wrapped_tensor(t) or is_legacy_batchedtensor(t) or isinstance(t, FunctionalTensor)
+    return t.layout is torch.strided and not t.is_meta and not is_wrapper and not t._is_zerotensor()
 
 
 def _memory(t: Tensor) -> Any:
