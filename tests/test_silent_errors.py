@@ -689,6 +689,18 @@ def test_second_backward_raises(name):
             loss.backward()
 
 
+def test_queries_of_a_model_that_has_changed_its_dtype_since():
+    """They are of the numbers that backward was run on, and come like the parameters."""
+    model, x = parametrizations.weight_norm(linear()).double(), data(B, 5)
+    truth, grads = oracle(model, rows, x), run_capture(model, rows, x)
+    model.float()
+    norms = norms_of(truth)
+    assert relative_error(grads.norms(), norms) < 1e-6
+    for name, G in grads.clipped_sum(max_norm=1.0).items():
+        assert G.dtype == torch.float32
+        assert relative_error(G.double(), torch.tensordot((1 / norms).clamp(max=1), truth[name], 1)) < 1e-6
+
+
 def test_gradient_of_the_input_alone_fills_nothing():
     model, x = nn.Sequential(linear(5, 4), nn.Tanh(), linear(4, 3)).double(), data(B, 5).requires_grad_()
     with sw.capture(model) as grads:

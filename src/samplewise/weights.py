@@ -177,7 +177,8 @@ def _uncounted(nodes: set[Any]) -> tuple[Tensor, ...]:
 
 
 def _pullback(edge: GradientEdge, parameter: Tensor, dtype: torch.dtype, uncounted: tuple[Tensor, ...]) -> Pull:
-    return lambda factor: Pullback(factor, edge, parameter, dtype, uncounted)
+    leaf = get_gradient_edge(parameter)  # model.float() gives the parameter another one
+    return lambda factor: Pullback(factor, edge, parameter, leaf, dtype, uncounted)
 
 
 SAME = set("to float double half bfloat16 contiguous clone type alias".split())

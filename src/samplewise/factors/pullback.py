@@ -13,14 +13,21 @@ from samplewise.precision import HALF
 class Pullback(Factor):
     """G[b] = Jᵀ derived[b], with J the Jacobian of the derived value in the parameter.
 
-    `edge` is the derived value's place in the graph of the parameter-only ops, which ordinary autograd keeps. `uncounted` are
-    parameters whose values it keeps in a way that does not notice when they are changed.
+    `edge` and `leaf` are the places of the derived value and of the parameter in the graph of the parameter-only ops, which
+    ordinary autograd keeps. `uncounted` are parameters whose values it keeps in a way that does not notice when they are changed.
     """
 
     def __init__(
-        self, derived: Factor, edge: GradientEdge, parameter: Tensor, dtype: torch.dtype, uncounted: tuple[Tensor, ...] = ()
+        self,
+        derived: Factor,
+        edge: GradientEdge,
+        parameter: Tensor,
+        leaf: GradientEdge,
+        dtype: torch.dtype,
+        uncounted: tuple[Tensor, ...] = (),
     ):
-        self.derived, self.edge, self.parameter, self.dtype, self.uncounted = derived, edge, parameter, dtype, uncounted
+        self.derived, self.edge, self.parameter, self.leaf = derived, edge, parameter, leaf
+        self.dtype, self.uncounted = dtype, uncounted
         self.num_samples, self.shape = derived.num_samples, tuple(parameter.shape)
 
     def materialize(self) -> Tensor:
@@ -67,7 +74,7 @@ class Pullback(Factor):
 
     def _of(self, derived: Factor) -> "Pullback":
         """The factor of the same parameter for another factor of the derived value."""
-        return Pullback(derived, self.edge, self.parameter, self.dtype, self.uncounted)
+        return Pullback(derived, self.edge, self.parameter, self.leaf, self.dtype, self.uncounted)
 
     def _rounds(self) -> bool:
         """Whether a gradient passes half precision on its way to the parameter."""
@@ -84,7 +91,7 @@ class Pullback(Factor):
 
     def _vjp(self, cotangent: Tensor, *, batched: bool) -> Tensor:
         def pull(c: Tensor) -> Tensor:
-            return torch.autograd.grad(self.edge, self.parameter, c, retain_graph=True)[0]
+            return torch.autograd.grad(self.edge, self.leaf, c, retain_graph=True)[0]
 
         if not batched:
             return pull(cotangent)
