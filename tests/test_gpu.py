@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import samplewise as sw
-from samplewise.compiled import replay
+from samplewise.compiled import parts, replay
 from samplewise.projections import hash_keys, hashes
 from samplewise.testing import oracle, relative_error, relative_errors, run_capture
 
@@ -266,6 +267,45 @@ def test_compiled_convolutions_in_half_precision():
         assert got[1][name].stride() == p.stride()
 
 
+def _tied_words() -> tuple[nn.Module, Any, list[tuple[Tensor, ...]]]:
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.inner = nn.Embedding(300, 64), nn.Linear(64, 64)
+
+        def forward(self, ids_BT):
+            return F.linear(self.inner(self.words(ids_BT)).relu_(), self.words.weight)
+
+    losses = lambda model, ids: (
+        F.cross_entropy(model(ids).flatten(0, 1), ids.flatten(), reduction="none").view(ids.shape).sum(1)
+    )
+    return Tied(), losses, [(torch.randint(300, (6, 5)),) for _ in range(4)]
+
+
+def _images() -> tuple[nn.Module, Any, list[tuple[Tensor, ...]]]:
+    model = nn.Sequential(
+        nn.Conv2d(16, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.ReLU(inplace=True), nn.Conv2d(32, 64, 3, stride=2),
+        nn.ReLU(inplace=True), nn.Conv2d(64, 128, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 5),
+    )  # fmt: skip
+    losses = lambda model, x, y: F.cross_entropy(model(x), y, reduction="none")
+    return model, losses, [(torch.randn(6, 16, 12, 12), torch.randint(5, (6,))) for _ in range(4)]
+
+
+@pytest.mark.parametrize("make", [_tied_words, _images])
+def test_gradients_of_every_sample_are_made_after_the_recording(make, monkeypatch):
+    """What a step gives stays when later ones write into the memory that it was made of."""
+    monkeypatch.setattr(parts, "SMALL_BYTES", 100_000)
+    torch.manual_seed(0)
+    model, losses, batches = make()
+    step = sw.per_sample_step(model.double(), losses, lambda grads: grads.materialize(), compile=True)
+    batches = [tuple(t.double() if t.is_floating_point() else t for t in batch) for batch in batches]
+    answers = [step(*batch).answer for batch in batches]
+    assert step.num_graphs == step.num_recordings == 1 and step.num_op_by_op == 0
+    for batch, answer in zip(batches, answers, strict=True):
+        for name, G in oracle(model, losses, *batch).items():
+            assert relative_error(answer[name], G) < 1e-9, name
+
+
 def test_a_recording_is_cut_from_one_block_with_few_holes():
     x = torch.randn(1 << 20)
 
@@ -325,19 +365,19 @@ def test_a_step_that_cannot_be_recorded_is_taken_as_it_is(monkeypatch):
     trouble = lambda: None
     for each, num_tries in ((lambda: torch.empty(1 << 50, dtype=torch.int8), replay.MAX_TRIES), (lambda: x.sum().item(), 1)):
         trouble = each
-        run = replay.Recorder().recorded(step, graph, [x])
+        run = replay.Recorder().recorded(step, graph)
         modes.clear()
         for _ in range(8):
             torch.testing.assert_close(run(x)[0], (x @ w).sin())
         assert sum(modes) == num_tries and modes[-1] is False
     trouble = lambda: None
     monkeypatch.setattr(replay, "MAX_SHARE", 0.0)
-    run = replay.Recorder().recorded(step, graph, [x])
+    run = replay.Recorder().recorded(step, graph)
     for _ in range(3):
         torch.testing.assert_close(run(x)[0], (x @ w).sin())
     assert modes[-1] is False
     monkeypatch.undo()
-    run, (weight,) = replay.Recorder().recorded(step, graph, [x]), graph.buffers()
+    run, (weight,) = replay.Recorder().recorded(step, graph), graph.buffers()
     for k in range(8):
         weight.data = torch.full((4, 4), float(k))
         torch.testing.assert_close(run(x)[0], (x @ weight).sin())

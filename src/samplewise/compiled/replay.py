@@ -13,6 +13,8 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 Run = Callable[..., list[Tensor]]
+Finish = Callable[[list[Tensor], tuple[Tensor, ...]], list[Tensor]]
+"""finish(what a graph gave, the batch) gives the results of the step."""
 Shapes = tuple[torch.Size, ...]
 
 MAX_RECORDINGS = 64
@@ -28,6 +30,10 @@ NUM_HALVINGS = 6
 """How often the memory of a recording is halved in search of the least."""
 SMALL_BYTES = 1 << 25
 """What may lie beside the block, besides tensors below a megabyte, which torch keeps in segments of their own."""
+
+
+def as_given(outputs: list[Tensor], _: tuple[Tensor, ...]) -> list[Tensor]:
+    return outputs
 
 
 class Recorder:
@@ -47,19 +53,13 @@ class Recorder:
         """What the recordings keep."""
         _recorders.add(self)
 
-    def recorded(self, compiled: Run, graph: GraphModule, tensors: list[Tensor]) -> Run:
-        """The compiled graph, recorded when a batch size comes for the second time, if it runs on one GPU with memory to spare.
+    def recorded(self, compiled: Run, graph: GraphModule, num_given: int | None = None, finish: Finish = as_given) -> Run:
+        """The compiled graph, recorded when a batch size comes for the second time; `finish` makes the step's results of its own.
 
-        It is run once more than it is asked for, so it must write to nothing that stays.
+        It is run once more than it is asked for, so it must write to nothing that stays. Of what it gives the first `num_given` are
+        copied out; what else there is, `finish` finds in the memory of the recording.
         """
-        read = [attrgetter(str(node.target))(graph) for node in graph.graph.nodes if node.op == "get_attr"]
-        state = [t for t in read if isinstance(t, Tensor)]
-        outputs = [t for out in graph.graph.find_nodes(op="output") for node in out.all_input_nodes for t in values_of(node)]
-        devices = {t.device for t in (*tensors, *state)}
-        if len(devices) != 1 or next(iter(devices)).type != "cuda" or not is_all_on(next(iter(devices)), graph):
-            return compiled
-        if not is_small_beside(outputs, state):
-            return compiled
+        state = state_of(graph)
         recordings = self._recordings.setdefault(compiled, {})
         num_left: dict[Shapes, int] = {}
 
@@ -67,22 +67,23 @@ class Recorder:
             shapes = tuple(t.shape for t in tensors)
             if shapes not in num_left:
                 num_left[shapes] = MAX_TRIES
-                return compiled(*tensors)
+                return finish(compiled(*tensors), tensors)
             if shapes in recordings and not recordings[shapes].is_valid():
                 del recordings[shapes]
                 num_left[shapes] -= 1
             if shapes not in recordings:
                 if not num_left[shapes] or self.num_recordings >= MAX_RECORDINGS:
-                    return compiled(*tensors)
+                    return finish(compiled(*tensors), tensors)
                 try:
                     recordings[shapes] = self._record(compiled, list(tensors), state)
                 except torch.OutOfMemoryError:
                     num_left[shapes] -= 1  # others may have it now and not later
-                    return compiled(*tensors)
+                    return finish(compiled(*tensors), tensors)
                 except RuntimeError:  # no recording takes some op; if it is something else, it comes again
                     num_left[shapes] = 0
-                    return compiled(*tensors)
-            return self._replay(recordings[shapes], tensors)
+                    return finish(compiled(*tensors), tensors)
+            with self._turn_of(tensors):
+                return finish(recordings[shapes](tensors, num_given), tensors)
 
         return run
 
@@ -112,14 +113,16 @@ class Recorder:
                 raise torch.OutOfMemoryError(f"recordings may keep {MAX_SHARE:.0%} of the device's memory")
             return recording
 
-    def _replay(self, recording: "Recording", tensors: tuple[Tensor, ...]) -> list[Tensor]:
-        """What the recording gives, when the one before is done."""
+    @contextmanager
+    def _turn_of(self, tensors: tuple[Tensor, ...]) -> Iterator[None]:
+        """Inside, the memory of the recordings is this step's: the one before is done with it, and the next one waits."""
         with self._lock, torch.cuda.device(tensors[0].device):
             if self._turn is not None:
                 self._turn.wait()
-            results = recording(tensors)
-            self._turn = torch.cuda.current_stream().record_event()
-        return results
+            try:
+                yield
+            finally:
+                self._turn = torch.cuda.current_stream().record_event()
 
     @property
     def num_recordings(self) -> int:
@@ -130,6 +133,18 @@ class Recorder:
 
 
 _recorders: WeakSet[Recorder] = WeakSet()
+
+
+def can_be_recorded(graph: GraphModule, tensors: list[Tensor]) -> bool:
+    """Whether a graph on such a batch runs on one GPU."""
+    devices = {t.device for t in (*tensors, *state_of(graph))}
+    return len(devices) == 1 and next(iter(devices)).type == "cuda" and is_all_on(next(iter(devices)), graph)
+
+
+def state_of(graph: GraphModule) -> list[Tensor]:
+    """The parameters and buffers that a graph reads."""
+    read = (attrgetter(str(node.target))(graph) for node in graph.graph.nodes if node.op == "get_attr")
+    return [t for t in read if isinstance(t, Tensor)]
 
 
 def is_all_on(device: torch.device, graph: GraphModule) -> bool:
@@ -148,11 +163,6 @@ def is_all_on(device: torch.device, graph: GraphModule) -> bool:
 
 def values_of(node: Node) -> list[Tensor]:
     return [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
-
-
-def is_small_beside(outputs: list[Tensor], state: list[Tensor]) -> bool:
-    """Whether results, of which a recording keeps a copy, are as large as parameters (sums) and not as those of every sample."""
-    return sum(t.nbytes for t in outputs) <= max(2 * sum(t.nbytes for t in state), SMALL_BYTES)
 
 
 class Recording:
@@ -176,12 +186,14 @@ class Recording:
         """Whether parameters and buffers are where they were."""
         return [t.data_ptr() for t in self._state] == self._places
 
-    def __call__(self, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    def __call__(self, tensors: tuple[Tensor, ...], num_given: int | None = None) -> list[Tensor]:
+        """Copies of the first `num_given` results, or of all; of others the recording's own, which the next step writes over."""
         torch._foreach_copy_(self._inputs, list(tensors))
         self._graph.replay()
-        results = [torch.empty_like(t) for t in self._outputs]
-        torch._foreach_copy_(results, self._outputs)
-        return results
+        outputs = self._outputs[:num_given]
+        results = [torch.empty_like(t) for t in outputs]
+        torch._foreach_copy_(results, outputs)
+        return results + self._outputs[len(outputs) :]
 
     def num_bytes(self, *kinds: str) -> int:
         """What this recording and those that share its memory keep, in segments of these kinds ("large", "small") or of all."""

@@ -1,7 +1,6 @@
 """Compiled steps: one graph for each kind of batch and state of the model that is met, whatever the batch's size."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,30 +11,22 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from samplewise.choice import refuse_lazy
 from samplewise.compiled import sizes
 from samplewise.compiled.batches import has_rows, kind_of, refuse_negated, refuse_strange, resized, surroundings
-from samplewise.compiled.channels_last import lay_images
-from samplewise.compiled.hints import hinted
-from samplewise.compiled.replay import Recorder, values_of
+from samplewise.compiled.compiler import as_written, compiled, why_not_compiled
+from samplewise.compiled.parts import gives_little, parted
+from samplewise.compiled.replay import Recorder, can_be_recorded, state_of
 from samplewise.compiled.snapshot import Snapshot
 from samplewise.compiled.trace import Record, Run, Trace
 from samplewise.errors import SamplewiseError
 from samplewise.kept import Kept
-from samplewise.ops import cudnn  # noqa: F401  (registers its ops)
 from samplewise.still import RandomnessPutBack, gpus_of
 from samplewise.undo import Undo
 
 MAX_FAMILIES = 8
 """How often a step is compiled anew for one kind of batch because something that its code reads has changed."""
-UNSIZED = torch.ops.samplewise.cudnn_steps.default
-"""An op whose results are of sizes that only running it tells."""
 FAILURES = (RuntimeError, AssertionError)
 """What running a graph may raise, the compiler's own among them, which runs with it for the first time."""
 MAX_SIZES = 4
 """How many sizes of a batch are compiled one by one where no graph for all sizes is found; others are taken op by op."""
-
-WITHOUT_VECTORS = 1
-"""The width of vectors in code for the CPU. With wider ones the compiler stores whole vectors at the end of a sum whose length is no
-multiple: torch 2.11 aborts on depthwise convolutions of one sample, and torch 2.15 still writes past the end, or over the next row,
-where sums are tiled (pytorch/pytorch#196681). It also takes code that its cache on disk has for a processor with other vectors."""
 
 
 @dataclass
@@ -110,7 +101,7 @@ class Compiled:
             outputs = graph.run(*tensors) if outputs is None else outputs
         except FAILURES as error:
             undo()
-            why = _why_not_compiled(error)
+            why = why_not_compiled(error)
             if why is None:
                 raise
             if family is None or graph is not family.of_any_size:
@@ -295,58 +286,22 @@ class Compiled:
     ) -> Callable[..., list[Tensor]]:
         self.num_graphs += 1
         if writes and torch.__version__ < "2.12":  # where what a compiled graph writes to a buffer is lost
-            return _as_written(graph.forward)
-        tensors = [t for t in tree_flatten(batch)[0] if isinstance(t, Tensor)]
-        unsized = any(node.target is UNSIZED for node in graph.graph.nodes)
-        # the compiler would put a product off until it is read: gradients are built as backward passes, and read after it, so that
-        # all that they are built from would be kept till then
-        settings: dict[str, Any] = {"reorder_for_locality": False}
-        if unsized:
-            settings["size_asserts"] = False
-        computed = [node for node in graph.graph.nodes if node.op == "call_function"]
-        if any(t.is_cpu for node in computed for t in values_of(node)):
-            settings["cpp.simdlen"] = WITHOUT_VECTORS
-        told = hinted(graph)
-        if lay_images(told):
-            settings["force_layout_optimization"] = True
-        options: Any = {"fullgraph": True, "options": settings}
-        if is_fixed:
-            compiled = _as_written(torch.compile(told.forward, dynamic=False, **options))
-            return compiled if writes else self._recorder.recorded(compiled, graph, tensors)
-        compiled = _as_written(torch.compile(told.forward, **options))
-
-        def run(*tensors: Tensor) -> list[Tensor]:
-            rows = [t for t in tensors if has_rows(t, self.batch_dim, tensors[0].shape[self.batch_dim])]
-            for t in rows:
-                torch._dynamo.maybe_mark_dynamic(t, self.batch_dim)
-            return compiled(*tensors)
-
-        return run if writes else self._recorder.recorded(run, graph, tensors)
-
-
-def _why_not_compiled(error: Exception) -> str | None:
-    """What torch's compiler says of its failure, or its code: an op has other strides than it was told. None if it is no such."""
-    from torch._dynamo.exc import TorchDynamoException  # slow to import
-
-    is_such = isinstance(error, TorchDynamoException | AssertionError)
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}" if is_such else None
+            return as_written(graph.forward)
+        run = lambda graph: compiled(graph) if is_fixed else compiled(graph, open_dim=self.batch_dim)
+        tensors, state = [t for t in tree_flatten(batch)[0] if isinstance(t, Tensor)], state_of(graph)
+        if writes or not can_be_recorded(graph, tensors):
+            return run(graph)
+        if gives_little(graph, state):
+            return self._recorder.recorded(run(graph), graph)
+        parts = parted(graph, state) if is_fixed else None
+        if parts is None:
+            return run(graph)
+        late = run(parts.late)
+        finish = lambda outputs, batch: parts.joined(outputs, late, batch)
+        return self._recorder.recorded(run(parts.early), parts.early, parts.num_small, finish)
 
 
 def _check_results(first: Trace, *others: Trace) -> None:
     """Raises if what the step gives beside tensors follows the size of the batch: a graph has it as it was."""
     if not all(first.gives_as(other) for other in others):
         raise sizes.NotAlikeError("the result holds something that is no tensor and follows the size of the batch")
-
-
-def _as_written(compiled: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-    """The graph without gradients and without autocast: its casts stand in it, where the step has them and nowhere else."""
-
-    @torch.no_grad()
-    def run(*tensors: Tensor) -> list[Tensor]:
-        with ExitStack() as off:
-            for device in ("cpu", "cuda"):
-                if torch.is_autocast_enabled(device):
-                    off.enter_context(torch.autocast(device, enabled=False))
-            return compiled(*tensors)
-
-    return run
