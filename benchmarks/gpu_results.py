@@ -140,7 +140,8 @@ weighted sum are added by hand. "Changed model" is what Opacus needs where it do
 ‖answer - truth‖ / ‖truth‖ over all parameters: on 3 samples of a model of fewer layers in float32 against one float64 backward a
 sample, and on the timed batch in the timed dtype against one float32 backward a sample (gradients by norms and clipped sum). The
 floor counts the products alone. bf16 is weights, activations and gradients in bfloat16; fp32 is torch's default, with TF32 in
-convolutions and without it in products. "Not recorded" are compiled steps whose kernels Python launches one by one."""
+convolutions and without it in products. "Not recorded" are compiled steps whose kernels Python launches one by one.
+A line without ratios is of another run than plain training's."""
 
 
 def section(results: Results, row: str, dtype: str) -> str:
