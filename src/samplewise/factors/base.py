@@ -197,7 +197,11 @@ class Factor(ABC):
         return wide(self.materialize())
 
     def occupied(self) -> Tensor | None:
-        """The rows of the weight, in order, outside of which every G[b] is zero; None if they may be any."""
+        """The rows of the weight, in order, outside of which every G[b] is zero; None if they may be any.
+
+        In a graph, where sizes cannot follow values, a row may come several times: `band` then gives zeros for all but its first,
+        so that all are to be asked for at once.
+        """
         return None
 
     def band(self, rows: Tensor) -> "Factor | None":
@@ -250,8 +254,7 @@ class Factor(ABC):
         if self.shape and self.band(torch.arange(0, device=device)) is not None:
             width = torch.Size(self.shape[1:]).numel() * (2 if self.is_complex() else 1)
             rows, columns = self.occupied(), torch.arange(width, device=device)
-            rows = torch.arange(self.shape[0], device=device) if rows is None else rows
-            for block in rows.split(fitting(self.num_samples * width)):
+            for block in in_blocks(rows, self.shape[0], self.num_samples * width, device):
                 band = self.band(block)
                 assert band is not None
                 elements = (block.unsqueeze(1) * width + columns).flatten()
@@ -260,6 +263,14 @@ class Factor(ABC):
         for samples, part in self.chunks():
             G = flat(as_real(part.materialize_wide()))
             yield samples, torch.arange(G.shape[1], device=device), G
+
+
+def in_blocks(rows: Tensor | None, num_rows: int, elements: int, device: torch.device) -> tuple[Tensor, ...]:
+    """These rows of a weight, or all, cut into runs of as many as are built at once if each takes so many elements."""
+    if rows is not None and is_tracing():
+        return (rows,)
+    rows = torch.arange(num_rows, device=device) if rows is None else rows
+    return rows.split(fitting(elements))
 
 
 def as_real(t: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from samplewise.factors.base import Factor, fitting, flat
+from samplewise.factors.base import Factor, fitting, flat, in_blocks
+from samplewise.tracing import doubt, is_tracing
 
 
 def gram(G: Factor, H: Factor) -> Tensor:
@@ -22,8 +23,12 @@ def gram(G: Factor, H: Factor) -> Tensor:
         K = None if turned is None else turned.mT.contiguous()
     if K is None:
         return built(G, H)
-    for factor, dim in ((G, 0), (H, 1)):
-        doubtful = (factor.sq_norms() < 1e-3 * factor.terms()).nonzero().squeeze(1)  # as in `mended`
+    for factor, dim in ((G, 0),) if H is G and is_tracing() else ((G, 0), (H, 1)):
+        is_doubtful = factor.sq_norms() < 1e-3 * factor.terms()  # as in `mended`
+        if is_tracing():
+            doubt(is_doubtful.any())
+            continue
+        doubtful = is_doubtful.nonzero().squeeze(1)
         if len(doubtful):
             exact = built(*(f.select(doubtful) if d == dim else f for d, f in enumerate((G, H))))
             K = K.index_copy(dim, doubtful, exact.to(K.dtype))
@@ -32,38 +37,35 @@ def gram(G: Factor, H: Factor) -> Tensor:
 
 def built(G: Factor, H: Factor) -> Tensor:
     """`gram` from gradients that are built: by rows of the weight where both factors know how, else by samples."""
-    rows = _common_rows(G, H)
-    if rows is None:
+    device = G.tensors()[0].device
+    none = torch.arange(0, device=device)
+    if not G.shape or G.band(none) is None or H.band(none) is None:
         return _by_samples(G, H)
-    width = (G.num_samples + H.num_samples) * torch.Size(G.shape[1:]).numel()
+    width, rows = (G.num_samples + H.num_samples) * torch.Size(G.shape[1:]).numel(), _common_rows(G, H)
+    blocks = in_blocks(rows, G.shape[0], width, device)
     K = None
-    for block in rows.split(fitting(width)):
-        left = _of_rows(G, block)
-        term = _products(left, left if H is G else _of_rows(H, block))
+    for block in blocks:
+        whole = rows is None and len(blocks) == 1
+        left = G.materialize_wide() if whole else _of_rows(G, block)
+        right = left if H is G else H.materialize_wide() if whole else _of_rows(H, block)
+        term = _products(left, right)
         K = term if K is None else K + term
     return G.sq_norms().new_zeros(G.num_samples, H.num_samples) if K is None else K
 
 
 def _of_rows(G: Factor, rows: Tensor) -> Tensor:
     """G[:, rows]."""
-    band = G if len(rows) == G.shape[0] else G.band(rows)
+    band = G.band(rows)
     assert band is not None
     return band.materialize_wide()
 
 
 def _common_rows(G: Factor, H: Factor) -> Tensor | None:
-    """The rows of the weight in which both may be other than zero; None where one of them has no band."""
-    if not G.shape:
-        return None
-    device = G.tensors()[0].device
-    none = torch.arange(0, device=device)
-    if G.band(none) is None or H.band(none) is None:
-        return None
+    """The rows of the weight in which both may be other than zero; None where that may be all."""
     one, other = G.occupied(), H.occupied()
     if one is not None and other is not None:
-        return one[torch.isin(one, other)]
-    rows = other if one is None else one
-    return torch.arange(G.shape[0], device=device) if rows is None else rows
+        return min(one, other, key=len) if is_tracing() else one[torch.isin(one, other)]
+    return other if one is None else one
 
 
 def _by_samples(G: Factor, H: Factor) -> Tensor:

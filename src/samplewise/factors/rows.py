@@ -5,6 +5,7 @@ from torch import Tensor
 
 from samplewise.factors.base import Factor, squares
 from samplewise.precision import wide, wide_dtype
+from samplewise.tracing import is_tracing
 
 
 class Rows(Factor):
@@ -75,7 +76,7 @@ class Rows(Factor):
         return (product.real if product.is_complex() else product).sum((1, 2))
 
     def occupied(self) -> Tensor:
-        return self.ids.unique()
+        return self.ids.flatten().sort().values if is_tracing() else self.ids.unique()
 
     def band(self, rows: Tensor) -> "Rows":
         if len(rows) == 0:
