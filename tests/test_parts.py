@@ -1,11 +1,12 @@
 """Steps that give gradients of every sample: what of their graph is recorded, and what is made after the recording."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from stepping import batch_of, error, mlp, per_row
+from stepping import batch_of, both, error, mlp, per_row
 from torch import Tensor, nn
 
 import samplewise as sw
@@ -183,11 +184,16 @@ class OneMemory:
         return [t.clone() for t in self.outputs[:num_given]] + self.outputs[len(outputs[:num_given]) :]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_results_are_not_in_the_memory_of_the_recording(case, monkeypatch):
+@pytest.fixture
+def recorded(monkeypatch):
+    """Steps are recorded, as far as the CPU can tell."""
     monkeypatch.setattr(steps, "can_be_recorded", lambda graph, tensors: True)
     monkeypatch.setattr(replay.Recorder, "_record", lambda self, compiled, tensors, state: OneMemory(compiled, tensors))
     monkeypatch.setattr(replay.Recorder, "_turn_of", lambda self, tensors: nullcontext())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_results_are_not_in_the_memory_of_the_recording(case, recorded):
     make, batch, loss_fn = CASES[case]
     model = make().eval()
     step = sw.per_sample_step(model, loss_fn, QUERIES["gradients"], compile=True)
@@ -201,3 +207,41 @@ def test_results_are_not_in_the_memory_of_the_recording(case, monkeypatch):
     truth = oracle(model, loss_fn, *other)
     answer = step(*other).answer
     assert error(answer, {name: truth[name] for name in answer}) < 1e-10
+
+
+KEPT_AND_GIVEN = {
+    "views": lambda grads: [(G.flatten(1), G.square().sum()) for G in grads.materialize().values()],
+    "no ops to the compiler": lambda grads: [(G * 1.0, G.mean(0)) for G in grads.materialize().values()],
+}
+
+
+@pytest.mark.parametrize("query", KEPT_AND_GIVEN)
+def test_gradients_that_are_read_before_they_are_given(query, recorded):
+    """They are among what the recording leaves, so that a view of them is in its memory."""
+    step, eager = both(mlp(40), per_row, KEPT_AND_GIVEN[query])
+    batches = [batch_of(7, width=40) for _ in range(4)]
+    answers = [step(*b).answer for b in batches]
+    assert step.num_recordings == 1
+    for b, answer in zip(batches, answers, strict=True):
+        assert error(answer, eager(*b).answer) < 1e-10
+
+
+def test_places_in_memory_are_not_counted_from_a_view():
+    def counted(x):
+        h = x * 2
+        view = h.split(3, 1)[1]
+        return [view.as_strided((8, 2), (9, 1), 4).unsqueeze(2) * torch.ones(100), h.sum()]
+
+    x = torch.randn(8, 9)
+    two = parted(graph_of(counted, x), [])
+    assert two is not None
+    record = OneMemory(two.early, [x])
+    record.outputs = [t.clone() for t in two.early(x)]  # each in memory of its own
+    assert error(two.joined(record([x], two.num_small), two.late, [x]), counted(x)) < 1e-12
+
+
+def test_a_recording_may_give_nothing_to_copy():
+    recording = replay.Recording.__new__(replay.Recording)
+    recording._inputs, recording._outputs = [torch.zeros(3)], [torch.ones(2)]
+    recording._graph = SimpleNamespace(replay=lambda: None)
+    assert recording((torch.ones(3),), 0)[0] is recording._outputs[0]

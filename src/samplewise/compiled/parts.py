@@ -16,6 +16,12 @@ from samplewise.compiled.writes import last_writes, memory_of, written_by
 Run = Callable[..., list[Tensor]]
 SMALL_BYTES = 1 << 25
 """What a recording may give twice in any case."""
+ABSOLUTE = {
+    torch.ops.aten.as_strided.default,
+    torch.ops.aten.as_strided_copy.default,
+    torch.ops.aten.as_strided_scatter.default,
+}
+"""Ops that count from where the memory of a tensor begins, which is elsewhere once a view of it has been kept."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +38,15 @@ class Parts:
         return self.is_late.count(False)
 
     def joined(self, early: list[Tensor], run_late: Run, batch: Iterable[Tensor]) -> list[Tensor]:
-        """All results, from what `early` gave."""
-        small, large = iter(early[: self.num_small]), iter(run_late(*batch, *early[self.num_small :]))
-        return [next(large if late else small) for late in self.is_late]
+        """All results, from what `early` gave; none of the large ones in memory of that.
+
+        A view of what is kept would be, and what torch's compiler takes for no op at all (x * 1.0, x + 0): those are copied.
+        """
+        kept = early[self.num_small :]
+        places = {place_of(t) for t in kept}
+        large = (t.clone() if place_of(t) in places else t for t in run_late(*batch, *kept))
+        small = iter(early)
+        return [next(large) if late else next(small) for late in self.is_late]
 
 
 def gives_little(graph: GraphModule, state: Iterable[Tensor]) -> bool:
@@ -63,6 +75,11 @@ def parted(graph: GraphModule, state: Iterable[Tensor]) -> Parts | None:
     early = _graph(nodes, lambda n: n not in late, given, [*(n for n in results if n not in late), *kept])
     after = _graph(nodes, late.__contains__, [*given, *kept], [n for n in results if n in late])
     return Parts(GraphModule(graph, early), GraphModule(graph, after), is_late)
+
+
+def place_of(t: Tensor) -> int:
+    """Where its memory begins, whatever part of it the tensor is."""
+    return t.untyped_storage().data_ptr()
 
 
 def results_of(graph: GraphModule) -> list[Node]:
@@ -98,7 +115,7 @@ def _is_late(node: Node, large: set[Node], late: set[Node]) -> bool:
     So a product that gives gradients is late, and all that follows, but not what makes its two sides; of those casts, views, patches.
     """
     sources = [n for n in node.all_input_nodes if n.op == "call_function"]
-    if not node.users or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+    if node.target in ABSOLUTE or not node.users or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
         return False
     if not all(isinstance(n.meta.get("val"), Tensor) for n in (node, *sources)):
         return False

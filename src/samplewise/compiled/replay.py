@@ -63,27 +63,30 @@ class Recorder:
         recordings = self._recordings.setdefault(compiled, {})
         num_left: dict[Shapes, int] = {}
 
+        def recording_of(shapes: Shapes, tensors: tuple[Tensor, ...]) -> Recording | None:
+            if shapes in recordings and not recordings[shapes].is_valid():
+                del recordings[shapes]
+                num_left[shapes] -= 1
+            if shapes not in recordings and num_left[shapes] and self.num_recordings < MAX_RECORDINGS:
+                try:
+                    recordings[shapes] = self._record(compiled, list(tensors), state)
+                except torch.OutOfMemoryError:
+                    num_left[shapes] -= 1  # others may have it now and not later
+                except RuntimeError:  # no recording takes some op; if it is something else, it comes again
+                    num_left[shapes] = 0
+            return recordings.get(shapes)
+
         def run(*tensors: Tensor) -> list[Tensor]:
             shapes = tuple(t.shape for t in tensors)
             if shapes not in num_left:
                 num_left[shapes] = MAX_TRIES
                 return finish(compiled(*tensors), tensors)
-            if shapes in recordings and not recordings[shapes].is_valid():
-                del recordings[shapes]
-                num_left[shapes] -= 1
-            if shapes not in recordings:
-                if not num_left[shapes] or self.num_recordings >= MAX_RECORDINGS:
-                    return finish(compiled(*tensors), tensors)
-                try:
-                    recordings[shapes] = self._record(compiled, list(tensors), state)
-                except torch.OutOfMemoryError:
-                    num_left[shapes] -= 1  # others may have it now and not later
-                    return finish(compiled(*tensors), tensors)
-                except RuntimeError:  # no recording takes some op; if it is something else, it comes again
-                    num_left[shapes] = 0
-                    return finish(compiled(*tensors), tensors)
+            with self._lock:
+                recording = recording_of(shapes, tensors)
+            if recording is None:
+                return finish(compiled(*tensors), tensors)
             with self._turn_of(tensors):
-                return finish(recordings[shapes](tensors, num_given), tensors)
+                return finish(recording(tensors, num_given), tensors)
 
         return run
 
@@ -192,7 +195,8 @@ class Recording:
         self._graph.replay()
         outputs = self._outputs[:num_given]
         results = [torch.empty_like(t) for t in outputs]
-        torch._foreach_copy_(results, outputs)
+        if outputs:  # torch takes no empty list
+            torch._foreach_copy_(results, outputs)
         return results + self._outputs[len(outputs) :]
 
     def num_bytes(self, *kinds: str) -> int:

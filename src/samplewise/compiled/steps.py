@@ -294,7 +294,7 @@ class Compiled:
         if gives_little(graph, state):
             return self._recorder.recorded(run(graph), graph)
         parts = parted(graph, state) if is_fixed else None
-        if parts is None:
+        if parts is None or not can_be_recorded(parts.early, tensors):  # a number of the host may be left to the second part
             return run(graph)
         late = run(parts.late)
         finish = lambda outputs, batch: parts.joined(outputs, late, batch)
