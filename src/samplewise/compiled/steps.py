@@ -35,9 +35,11 @@ class Graph:
 
     trace: Trace
     run: Callable[..., list[Tensor]]
+    is_parted: bool = False
+    """Whether it gives gradients of every sample and is recorded all the same, which a graph for all sizes is not."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class AnySize(Graph):
     """A step compiled for all sizes, as far as graphs of some agree."""
 
@@ -222,14 +224,15 @@ class Compiled:
         if size > 1 and others and family.why_not is None:
             try:
                 family.of_any_size = self._graph_of_any_size(family, family.of_size[others[0]].trace, size, batch)
-                family.of_size = {n: graph for n, graph in family.of_size.items() if n == 1}
+                family.of_size = {n: graph for n, graph in family.of_size.items() if n == 1 or graph.is_parted}
                 return family.of_any_size
             except sizes.NotAlikeError as error:
                 family.why_not = str(error)
         if len(others) >= MAX_SIZES and size > 1:
             return None
         trace = self._traced(family, batch, Record())
-        family.of_size[size] = Graph(trace, self._compiled(trace.graph, batch, is_fixed=True, writes=trace.writes))
+        run, is_parted = self._compiled(trace.graph, batch, is_fixed=True, writes=trace.writes)
+        family.of_size[size] = Graph(trace, run, is_parted)
         return family.of_size[size]
 
     def _traced(self, family: Family, batch: tuple, record: Record) -> Trace:
@@ -278,27 +281,28 @@ class Compiled:
         sizes.check(form, first.graph, third.graph, third_size)
         _check_results(first, second, third)
         graph = sizes.of_any_size(form, first.graph, (place, self.batch_dim))
-        compiled = self._compiled(graph, batch, is_fixed=False, writes=first.writes)
-        return AnySize(first, compiled, form, min(small, size), third_size)
+        run, _ = self._compiled(graph, batch, is_fixed=False, writes=first.writes)
+        return AnySize(first, run, form=form, smallest=min(small, size), largest=third_size)
 
     def _compiled(
         self, graph: torch.fx.GraphModule, batch: tuple, *, is_fixed: bool, writes: bool
-    ) -> Callable[..., list[Tensor]]:
+    ) -> tuple[Callable[..., list[Tensor]], bool]:
+        """What runs the graph, and whether it does so in two parts."""
         self.num_graphs += 1
         if writes and torch.__version__ < "2.12":  # where what a compiled graph writes to a buffer is lost
-            return as_written(graph.forward)
+            return as_written(graph.forward), False
         run = lambda graph: compiled(graph) if is_fixed else compiled(graph, open_dim=self.batch_dim)
         tensors, state = [t for t in tree_flatten(batch)[0] if isinstance(t, Tensor)], state_of(graph)
         if writes or not can_be_recorded(graph, tensors):
-            return run(graph)
+            return run(graph), False
         if gives_little(graph, state):
-            return self._recorder.recorded(run(graph), graph)
+            return self._recorder.recorded(run(graph), graph), False
         parts = parted(graph, state) if is_fixed else None
         if parts is None or not can_be_recorded(parts.early, tensors):  # a number of the host may be left to the second part
-            return run(graph)
+            return run(graph), False
         late = run(parts.late)
         finish = lambda outputs, batch: parts.joined(outputs, late, batch)
-        return self._recorder.recorded(run(parts.early), parts.early, parts.num_small, finish)
+        return self._recorder.recorded(run(parts.early), parts.early, parts.num_small, finish), True
 
 
 def _check_results(first: Trace, *others: Trace) -> None:
