@@ -15,6 +15,7 @@ from samplewise.factors.base import Hasty, mended
 from samplewise.factors.dense import Dense
 from samplewise.factors.outer import Outer
 from samplewise.factors.together import small
+from samplewise.flow import memory
 from samplewise.flow.memory import REMEMBERED, key_of
 from samplewise.marks import Marks
 from samplewise.samples import Layout, one_each
@@ -167,6 +168,34 @@ def test_layers_alike_are_one_to_the_memory():
         run_capture(model, rows, torch.randn(B, 3, D), verify=False)
         of_depth.append(len(REMEMBERED))
     assert of_depth[0] == of_depth[1]
+
+
+def test_sizes_that_come_again_are_known():
+    """Poisson sampling draws dozens of sizes."""
+    model, sizes = nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, 3)), range(2, 150)
+    nums = []
+    for _ in range(2):
+        for size in sizes:
+            run_capture(model, rows, torch.randn(size, 2, D), verify=False)
+        nums.append(len(REMEMBERED))
+    assert nums[0] == nums[1] > len(sizes)
+
+
+@pytest.mark.parametrize(("bound", "most"), [("MAX_REMEMBERED", 8), ("MAX_BYTES", 100_000)])
+def test_what_is_remembered_is_bounded(bound, most, monkeypatch):
+    """Rows folded to (B·T) have ids as long as they are."""
+    monkeypatch.setattr(memory, bound, most)
+    REMEMBERED.clear()
+    model, nums, num_bytes = nn.Linear(D, 3), [], []
+    for T in range(500, 540):
+        x = torch.randn(B, T, D)
+        with sw.capture(model, verify=False) as grads:
+            y = model(grads.mark(x).flatten(0, 1)).reshape(B, T, 3)
+            grads.backward(y.sum((1, 2)))
+        nums.append(len(REMEMBERED))
+        num_bytes.append(REMEMBERED.num_bytes)
+    assert max(nums if bound == "MAX_REMEMBERED" else num_bytes) <= 2 * most
+    assert min(num_bytes) > 0
 
 
 # --- marks -----------------------------------------------------------------------------------------------------------

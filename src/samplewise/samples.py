@@ -33,7 +33,7 @@ class Layout:
         """Whether the values were made of integers alone."""
 
     @classmethod
-    @lru_cache(maxsize=64)  # one object for all steps, with what it knows about itself
+    @lru_cache(maxsize=1024)  # one object for all steps, with what it knows about itself; sizes of the batch come in dozens
     @untraced
     def along(cls, dim: int, *, ndim: int, num_samples: int) -> "Layout":
         """Sample b at place b of dimension `dim`."""

@@ -6,8 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-REMEMBERED: "dict[Any, Known]" = {}
-MAX_REMEMBERED = 1024
+from samplewise.samples import Layout
+
+MAX_REMEMBERED = 1 << 13
+"""Calls: 40 to 80 are made for each size of the batch or the sequence, and private training draws dozens of sizes."""
+MAX_BYTES = 1 << 26
+"""Of ids: those of (B·T) folded rows are as long as the rows."""
 
 
 @dataclass(slots=True)
@@ -20,6 +24,24 @@ class Known:
     """Of their results: one for all, or Several."""
     recipe: Any = None
     """Where weights meet data in them: the rule's `ops.recipe.Recipe`, or False if the rule must be asked."""
+
+
+class Remembered(dict[Any, Known]):
+    """What is known of calls, by their keys; all of it is forgotten when it has become too much."""
+
+    num_bytes = 0
+    """Of the ids that it holds, counted for each call that gives them."""
+
+    def keep(self, key: Any, known: Known) -> None:
+        if len(self) >= MAX_REMEMBERED or self.num_bytes > MAX_BYTES:
+            self.clear()
+            self.num_bytes = 0
+        self[key] = known
+        marks = known.mark if isinstance(known.mark, list) else [known.mark]
+        self.num_bytes += sum(mark.ids.untyped_storage().nbytes() for mark in marks if isinstance(mark, Layout))
+
+
+REMEMBERED = Remembered()
 
 
 def key_of(func: Callable, args: tuple, kwargs: dict, mark_of: Callable[[Tensor], Any]) -> Any:
@@ -66,10 +88,8 @@ def recalled(key: Any) -> Known | None:
 
 def remember(key: Any, shapes: Any, mark: Any, *, meets: bool) -> None:
     """Remembers the marks of the results of such calls, and whether weights meet data in them."""
-    if len(REMEMBERED) >= MAX_REMEMBERED:
-        REMEMBERED.clear()
     try:
-        REMEMBERED[key] = Known(shapes, mark, False if meets else None)
+        REMEMBERED.keep(key, Known(shapes, mark, False if meets else None))
     except TypeError:
         return
 
