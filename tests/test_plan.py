@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import ALL, CASES, Case
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import samplewise as sw
 from samplewise.errors import SamplewiseError
@@ -218,6 +219,88 @@ def test_a_second_backward_leaves_out_what_is_not_finite():
     with pytest.raises(SamplewiseError, match="inside the block"):
         grads.clipped_sum(max_norm=0.1)
     assert all(p.grad is None for p in model.parameters())
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.body(x).tanh()
+        return self.a(x), self.b(x)
+
+
+def test_second_backwards_begin_at_all_losses():
+    model, x = TwoHeads().double(), torch.randn(3, 4, dtype=torch.float64)
+    model.body.requires_grad_(False)
+    answers = []
+    for keep in ("gradients", "graph"):
+        with sw.capture(model, keep=keep) as grads:
+            for y in model(x):
+                grads.backward(y.square().sum(1))
+            answers.append(grads.clipped_sum(max_norm=0.1))
+    assert max(relative_errors(answers[1], answers[0]).values()) < TOLERANCE
+
+
+def test_all_backwards_must_be_known_to_be_run_again():
+    model, x = TwoHeads(), torch.randn(3, 4)
+    with sw.capture(model, keep="graph", exclude=["body.*"]) as grads:
+        a, b = model(x)
+        a.square().sum().backward(retain_graph=True)
+        grads.backward(b.square().sum(1))
+        assert grads.norms().shape == (3,)
+        with pytest.raises(SamplewiseError, match="which every backward must be"):
+            grads.clipped_sum(max_norm=0.1)
+
+
+def test_second_backwards_end_at_the_uses():
+    """What is not captured has its gradient from the first, and trains on it."""
+    model, other = TwoHeads(), nn.Linear(4, 4)
+    x = torch.randn(3, 4, requires_grad=True)
+    with sw.capture(model, keep="graph", exclude=["body.*"]) as grads:
+        h = other(x)
+        h.retain_grad()
+        grads.backward(model(grads.mark(h))[0].square().sum(1))
+        leaves = [x, h, other.weight, model.body.weight]
+        before = [t.grad.clone() for t in leaves]
+        grads.clipped_sum(max_norm=0.1)
+        grads.sum()
+    assert all(torch.equal(t.grad, g) for t, g in zip(leaves, before, strict=True))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_second_backwards_through_checkpoints(reentrant, whole):
+    """A reentrant one hides its uses from a backward that asks for some leaves alone."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(3, 4, requires_grad=True)
+    forward = model.forward
+    model.forward = lambda x: (
+        checkpoint(forward, x, use_reentrant=reentrant)
+        if whole
+        else model[2](checkpoint(model[:2], x, use_reentrant=reentrant))
+    )
+    with sw.capture(model, keep="graph") as grads:
+        grads.backward(model(x).square().sum(1))
+        if reentrant:
+            with pytest.raises(SamplewiseError, match="reentrant checkpoint"):
+                grads.clipped_sum(max_norm=0.1)
+            return
+        clipped, total = grads.clipped_sum(max_norm=0.1), grads.sum()
+    right = run_capture(model, lambda model, x: model(x).square().sum(1), x)
+    assert max(relative_errors(clipped, right.clipped_sum(max_norm=0.1)).values()) < 1e-5
+    assert max(relative_errors(total, right.sum()).values()) < 1e-5
+
+
+def test_second_backwards_where_gradients_are_off():
+    model, x = TwoHeads(), torch.randn(3, 4)
+    with sw.capture(model, keep="graph") as grads:
+        grads.backward(model(x)[0].square().sum(1))
+        with torch.no_grad():  # where optimizers work
+            clipped = grads.clipped_sum(max_norm=0.1)
+        assert torch.equal(clipped["a.weight"], grads.clipped_sum(max_norm=0.1)["a.weight"])
+        with pytest.raises(SamplewiseError, match=r"w\.detach"):
+            grads.weighted_sum(torch.ones(3, requires_grad=True))
 
 
 @pytest.mark.parametrize("ids", [[1, 0], [0, 0, 2], [2, 0, 1]])

@@ -87,8 +87,10 @@ class Capture(MarkedBatch, Uses):
         """Who is stricter about losses than a capture must be."""
         self._takes_each = False
         """Whether backward starts from one loss a sample, so that there is no reduction to check."""
-        self._losses: Tensor | None = None
-        """What a second backward starts from."""
+        self._losses: list[Tensor] = []
+        """What second backwards start from."""
+        self._began_elsewhere = False
+        """Whether a backward began at something else than one loss a sample."""
         self._second: SecondPass | None = None
         self._intercept: Intercept | None = None
         self._handles: list[Any] = []
@@ -126,7 +128,7 @@ class Capture(MarkedBatch, Uses):
         assert self._intercept is not None
         self._intercept.__exit__(kind, error, trace)
         self._memory_written = self._intercept.marking.written
-        self._losses = None
+        self._losses = []
         self._intercept = None  # it holds this capture, and what that holds should be freed without a search for cycles
         self._is_open = False
         self._let_go()
@@ -254,7 +256,7 @@ class Capture(MarkedBatch, Uses):
         finally:
             self._takes_each = False
         if self.keep == "graph":
-            self._losses = losses
+            self._losses.append(losses)
 
     def check_losses(self, losses: list[tuple[Tensor, Mark | None]], *, is_weighted: bool) -> None:
         """Raises if a value that backward starts from is not made of separate samples, or not as `loss_reduction` says."""
@@ -264,6 +266,8 @@ class Capture(MarkedBatch, Uses):
             check_loss(mark, None if self._takes_each else self.loss_reduction)
             reduction = "sum" if self._takes_each else self.loss_reduction
             is_outermost = torch._C._current_graph_task_id() == -1  # not within a backward, by a checkpoint
+            if mark is not None and is_outermost and not self._takes_each and self._second is None:
+                self._began_elsewhere = True
             if self.guard is None and not self._takes_each:
                 check_reduction(mark, reduction)
             elif self.guard is not None and is_outermost:

@@ -110,7 +110,8 @@ class Intercept(TorchFunctionMode):
         if func is torch.autograd.grad:
             return self._gradients(func, args, kwargs, weights)
         if func is torch.autograd.backward:
-            losses = [(t, self.marks.get(t)) for t in tensors if t.requires_grad]
+            began = tensors_in(args[:1] or (kwargs["tensors"],))
+            losses = [(t, self.marks.get(t)) for t in began if t.requires_grad]
             self.recorder.check_losses(losses, is_weighted=are_given(*args[1:2], **kwargs))
             refuse_given_gradients(self.marks, *args[1:2], **kwargs)
         if not data and not weights:

@@ -180,11 +180,14 @@ class Grads(Held, Answers[dict[str, Tensor]]):
         parts = [self[name].gram(other[name]) for name in self if name in other]
         return self._added(parts or [torch.outer(self.norms(), other.norms()).zero_()])
 
-    @unwatched
     def sum(self) -> dict[str, Tensor]:
         """{name: sum_b G[b]}, each like its parameter: what `.grad` would be."""
         if self.keep == "graph":
             return self.weighted_sum(torch.ones(self.batch_size or 0))
+        return self._sums()
+
+    @unwatched
+    def _sums(self) -> dict[str, Tensor]:
         return {name: self[name].sum() for name in self}
 
     @unwatched
@@ -246,16 +249,28 @@ class Grads(Held, Answers[dict[str, Tensor]]):
 
     def _by_second_backward(self, keep: Tensor | None, w: Tensor) -> dict[str, Tensor]:
         """The weighted sum from a backward of the weighted losses, which brings each use's share and lets it go."""
-        if self._losses is None:
+        if not self._losses or self._began_elsewhere:
             raise SamplewiseError(
-                'with keep="graph" weighted sums are taken by a second backward: ask inside the block, after grads.backward(losses).'
+                'with keep="graph" weighted sums are taken by a second backward: ask inside the block, after '
+                "grads.backward(losses), which every backward must be."
+            )
+        if w.requires_grad:
+            raise SamplewiseError(
+                'with keep="graph" a weighted sum has no gradient for its weights. Give it w.detach(), or leave out keep="graph".'
             )
         w_B = w if keep is None else w.new_zeros(self.batch_size or 0).index_copy(0, keep, w)
-        self._second = second = SecondPass(keep)
+        self._second = second = SecondPass(keep, self.anchor)
         try:
-            second.run(self._losses, self._w_of_losses(self._losses, w_B))
+            for losses in self._losses:
+                second.run(losses, self._w_of_losses(losses, w_B))
         finally:
             self._second = None
+        missed = sorted(name for name in self if second.has_run and second.num_taken[name] != self._num_taken[name])
+        if missed:
+            raise SamplewiseError(
+                f'with keep="graph" weighted sums are taken by a second backward, which did not reach all uses of {missed[0]!r} (a '
+                'reentrant checkpoint? use_reentrant=False goes through). Leave out keep="graph".'
+            )
         of = {name: (self.parameters[name], second.sums.get(name)) for name in self}
         return {name: torch.zeros_like(p) if total is None else total.to(p.dtype) for name, (p, total) in of.items()}
 

@@ -1,5 +1,7 @@
 """What backward brings to a capture: the factors of each parameter's uses, built, kept or reduced to norms as planned."""
 
+from collections import Counter
+
 from torch import Tensor
 
 from samplewise.errors import SamplewiseError
@@ -21,6 +23,8 @@ class Uses:
         """How the uses of each parameter were understood."""
         self._versions: dict[str, list[tuple[Tensor, int]]] = {}
         """Tensors that the factors read, and their versions when they came."""
+        self._num_taken: Counter[str] = Counter()
+        """How many uses of each parameter backward has brought."""
         self._scale: float | None = None
 
     def _set_scale(self, scale: float) -> None:
@@ -35,6 +39,7 @@ class Uses:
         if self._scale is None:
             self._set_scale(default_scale)
         for name, pull in targets:
+            self._num_taken[name] += 1
             part, uses = pull(factor), self._factors.get(name)
             if uses is None:
                 uses = self._factors[name] = []
