@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from stepping import batch_of, per_row
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import samplewise as sw
 from samplewise.compiled.parts import gives_little
-from samplewise.compiled.replay import can_be_recorded, is_all_on
+from samplewise.compiled.replay import can_be_recorded, is_all_on, is_of_known_sizes
 
 
 def test_gradients_of_every_sample_are_not_kept_twice():
@@ -15,6 +18,19 @@ def test_gradients_of_every_sample_are_not_kept_twice():
     assert gives_little(gives(state[0].shape, (64,)), state)
     assert not gives_little(gives((64, *state[0].shape)), state)
     assert gives_little(gives((64, 100)), [torch.empty(100, device="meta")])
+
+
+def test_sizes_that_values_tell_are_not_recorded():
+    """Nor is anything asked of them: how many bytes a result takes is not known."""
+    step = sw.per_sample_step(
+        nn.Linear(4, 3), per_row, lambda grads: grads["weight"].materialize()[grads.norms() > 1.5], compile=True
+    )
+    graphs = []
+    traced = step._traced
+    step._traced = lambda *args: graphs.append(traced(*args)) or graphs[-1]
+    step(*batch_of())
+    assert graphs and not is_of_known_sizes(graphs[0].graph)
+    assert is_of_known_sizes(make_fx(lambda x: [x.sin()], tracing_mode="fake")(torch.zeros(4)))
 
 
 def test_the_cpu_records_nothing():

@@ -700,3 +700,46 @@ def test_other_parameters_get_no_gradient(uncompiled):
         answer = step(*batch).answer
         assert all(p.grad is None if grad is None else bool((p.grad == grad).all()) for p in others)
         assert error(answer, op_by_op(*batch).answer) < 1e-9
+
+
+@pytest.mark.parametrize("how", ["train and eval", "p"])
+def test_a_step_that_is_launched_for_nothing_draws_nothing(how):
+    """What the step's code reads is looked at while the last graph runs already."""
+    model = with_dropout(0.5)
+    step, _ = both(model, query=norms)
+    for _ in range(2):
+        step(*batch_of())
+    if how == "p":
+        model[1].p = 0.0
+    else:
+        model.eval()
+    batch = batch_of()
+    state = torch.get_rng_state()
+    step(*batch)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_attributes_that_a_library_reads_in_a_property():
+    prior = torch.distributions.Normal(torch.tensor(2.0), torch.tensor(1.0))
+    step, eager = both(nn.Linear(4, 3), lambda model, x, y: (model(x) - prior.mean).square().sum(1) / prior.variance, norms)
+    batch = batch_of()
+    for name in ("loc", "scale"):
+        assert error(step(*batch).answer, eager(*batch).answer) < 1e-10
+        setattr(prior, name, torch.tensor(5.0))
+        assert error(step(*batch).answer, eager(*batch).answer) < 1e-10
+
+
+def test_methods_that_a_methodcaller_calls():
+    class Scale:
+        by = 2.0
+
+        def scaled(self, losses, *, power):
+            return losses * self.by**power
+
+    scale = Scale()
+    call = operator.methodcaller("scaled", torch.ones(()), power=2)
+    step, eager = both(nn.Linear(4, 3), lambda model, x, y: per_row(model, x, y) * call(scale), norms)
+    batch = batch_of()
+    for by in (2.0, 3.0):
+        scale.by = by
+        assert error(step(*batch).answer, eager(*batch).answer) < 1e-10

@@ -70,7 +70,7 @@ def test_query_in_a_graph(of, query, uncompiled):
 def test_inner_products_as_the_compiler_makes_them():
     torch.manual_seed(0)
     make, batch, loss_fn = MODELS["words"]
-    step, eager = both(make(), loss_fn, lambda grads: (grads.gram(), grads.project(dim=8)))
+    step, eager = both(make(), loss_fn, lambda grads: (grads.gram(), grads.project(dim=8), grads.project(sw.Gaussian(3))))
     for size in (4, 6, 4):
         assert error(step(*batch(size)).answer, eager(*batch(size)).answer) > 1e-3, "another batch, another answer"
         tensors = batch(size)
@@ -105,3 +105,91 @@ def test_noise_scales_are_numbers_and_refused_in_a_graph():
     compiled, _ = both(nn.Linear(3, 2), lambda model, x: model(x).sum(1), lambda grads: grads.noise_scale())
     with pytest.raises(sw.SamplewiseError, match="depends on values.*compile=False"):
         compiled(torch.randn(4, 3))
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        lambda grads: grads,
+        lambda grads: grads.stream(),
+        lambda grads: (G.sum(0) for G in grads.materialize().values()),
+        lambda grads: {"sums": grads.sum().values()},
+        lambda grads: [set(grads)],
+    ],
+    ids="grads stream generator values set".split(),
+)
+def test_what_would_be_that_of_the_trace_for_good_is_no_answer(query, uncompiled):
+    step, _ = both(nn.Linear(4, 3), query=query)
+    with pytest.raises(sw.SamplewiseError, match=r"cannot give a \w+: .*dict\(grads.stream\(\)\)"):
+        step(torch.randn(5, 4), torch.randint(3, (5,)))
+
+
+def test_answers_may_hold_slices_shapes_and_enums(uncompiled):
+    step, eager = both(nn.Linear(4, 3), query=lambda grads: list(grads.stream(samples=2)))
+    batch = torch.randn(5, 4), torch.randint(3, (5,))
+    assert [run for run, _ in step(*batch).answer] == [run for run, _ in eager(*batch).answer]
+
+
+class Directed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.g, self.v = nn.Parameter(torch.ones(3, 1)), nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.g * self.v / self.v.norm(dim=1, keepdim=True))
+
+
+def batch_refilled(model: nn.Module, other: sw.Grads, x: Tensor) -> None:
+    x.normal_()
+
+
+def handed_out(model: nn.Module, other: sw.Grads, x: Tensor) -> None:
+    list(other.stream())
+
+
+def optimized(model: nn.Module, other: sw.Grads, x: Tensor) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+
+
+@pytest.mark.parametrize("query", ["gram", "cosines", "of one"])
+@pytest.mark.parametrize("change", [batch_refilled, handed_out, optimized])
+def test_another_capture_is_what_it_was_or_refused(change, query, uncompiled):
+    """A graph has its tensors as they are."""
+    model = Directed() if change is optimized else nn.Linear(4, 3)
+    x, y = torch.randn(4, 4), torch.randint(3, (4,))
+    other = sw.per_sample(model, per_row)(x, y)
+    asked = {
+        "gram": lambda grads: grads.gram(other),
+        "cosines": lambda grads: grads.cosines(other),
+        "of one": lambda grads: [grads[name].gram(other[name]) for name in grads],
+    }[query]
+    step, eager = both(model, query=asked)
+    batch = torch.randn(5, 4), torch.randint(3, (5,))
+    for _ in range(2):
+        assert error(step(*batch).answer, eager(*batch).answer) < 1e-10
+    change(model, other, x)
+    for run in (step, eager):
+        with pytest.raises(sw.SamplewiseError, match="changed in place|were freed"):
+            run(*batch)
+
+
+def test_another_capture_of_weights_that_train(uncompiled):
+    """What it holds does not follow the weights, unless they are computed from others."""
+    model, x, y = nn.Linear(4, 3), torch.randn(4, 4), torch.randint(3, (4,))
+    other = sw.per_sample(model, per_row)(x, y)
+    step, eager = both(model, query=lambda grads: grads.gram(other))
+    for _ in range(3):
+        batch = torch.randn(5, 4), torch.randint(3, (5,))
+        assert error(step(*batch).answer, eager(*batch).answer) < 1e-10
+        optimized(model, other, x)
+
+
+def test_a_number_before_the_batch(uncompiled):
+    """A first tensor without samples says nothing of their number."""
+    step, eager = both(nn.Linear(4, 3), lambda model, t, x, y: per_row(model, x, y) / t, lambda grads: grads.norms())
+    for size in (4, 7, 5, 9):
+        batch = torch.tensor(2.0), torch.randn(size, 4), torch.randint(3, (size,))
+        assert error(step(*batch).answer, eager(*batch).answer) < 1e-10
+    assert step.num_graphs == 2

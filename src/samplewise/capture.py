@@ -25,6 +25,7 @@ from samplewise.samples import Layout, Lost, Mark, Mixed
 from samplewise.second import SecondPass
 from samplewise.sight import close_eyes, open_eyes
 from samplewise.tap import Guard, Targets
+from samplewise.tracing import is_tracing
 from samplewise.uses import Uses
 from samplewise.watching import Watch
 from samplewise.weights import Weights
@@ -62,6 +63,8 @@ class Capture(MarkedBatch, Uses):
                 f"submodule {scripted[0]!r} is a ScriptModule, whose ops cannot be seen from Python. "
                 "Capture the module that it was scripted from."
             )
+        self.is_traced = is_tracing()
+        """Whether it is made while a step is traced, of which it is then the own."""
         self.model = model
         self.loss_reduction, self.verify = loss_reduction, verify
         self._modules = list(dict.fromkeys(module for _, module in parts))

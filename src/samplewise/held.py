@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator
 
+from torch import Tensor
+
 from samplewise.capture import Capture
 from samplewise.errors import SamplewiseError
 from samplewise.factors.base import Factor
 from samplewise.factors.total import join
 from samplewise.parameter import ParameterGrads
+from samplewise.tracing import asks, is_tracing
 
 
 class Held(Capture):
@@ -43,8 +46,28 @@ class Held(Capture):
         """{name: the factor of all its uses}."""
         return {name: self._joined(name) for name in self}
 
+    def versions(self) -> list[tuple[Tensor, int]]:
+        """What weights are computed from, with its versions, if some are: gradients are pulled back through what they are now."""
+        if not any(factor.is_pulled_back for factor in self._all_joined().values()):
+            return []
+        return [(t, t._version) for t in (*self.model.parameters(), *self.model.buffers())]
+
+    def check(self, versions: list[tuple[Tensor, int]]) -> None:
+        """Raises if what answers are made of was changed or freed, these weights among it."""
+        self._all_joined()
+        for t, version in versions:
+            if t._version != version:
+                raise SamplewiseError(
+                    f"a tensor {tuple(t.shape)} of the model was changed in place (a parameter by an optimizer's step?) since another "
+                    "capture, which the step asks, computed weights from it. Ask for what is needed before, "
+                    "other.materialize() or other.sum(), and give the step that."
+                )
+
     def _joined(self, name: str) -> Factor:
         """The factor of all uses of the parameter; raises if what it is made of was changed or freed since."""
+        is_others = is_tracing() and not self.is_traced
+        if is_others:
+            asks(self)
         for tensor, version in self._versions[name]:
             if tensor._version != version:
                 raise SamplewiseError(
@@ -57,6 +80,8 @@ class Held(Capture):
                 f"the gradients of {name!r} were freed when a stream had handed them out. Ask before, or keep them: "
                 "grads.stream(keep=True)."
             )
+        if is_others and len(factors) > 1:
+            return join(factors)  # of tensors without values: not for later
         if len(factors) > 1:
             factors[:] = [join(factors)]
             self._versions[name] += [(t, t._version) for t in factors[0].tensors()]

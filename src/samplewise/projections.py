@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from samplewise.factors.base import Factor, fitting
+from samplewise.tracing import is_tracing
 
 WORDS_BITS = 20
 """An element has at most 2^20 hashes of its own, so that its counter (element << 20) + word is not another's."""
@@ -92,7 +93,7 @@ class Gaussian(Filled):
     """Entries N(0, 1/dim), each one of 65,536 quantiles."""
 
     def entries(self, elements_N: Tensor, keys: tuple[int, int]) -> Tensor:
-        which = hashes(elements_N, keys, num_words=-(-self.dim // 4)).view(torch.int16).int() + (1 << 15)
+        which = _cut(hashes(elements_N, keys, num_words=-(-self.dim // 4)), torch.int16).int() + (1 << 15)
         normal = quantiles().to(which.device).index_select(0, which.flatten()).view(which.shape)
         return normal[:, : self.dim] * self.dim**-0.5
 
@@ -180,18 +181,35 @@ def hash_keys(seed: int, name: str) -> tuple[int, int]:
 
 def hashes(elements_N: Tensor, keys: tuple[int, int], *, num_words: int) -> Tensor:
     """64 random bits for each element and word, [N, num_words] of int64: splitmix64 with a key before and within."""
+    if is_tracing() and elements_N.is_cpu:
+        return torch.ops.samplewise.hashes(elements_N, *keys, num_words)
+    return _hashes(elements_N, *keys, num_words)
+
+
+@torch.library.custom_op("samplewise::hashes", mutates_args=())
+def _(elements_N: Tensor, before: int, within: int, num_words: int) -> Tensor:
+    """Not for the compiler on a CPU: in torch 2.11 its int64 overflows as C++ pleases, and not as it wraps."""
+    return _hashes(elements_N, before, within, num_words)
+
+
+@torch.library.register_fake("samplewise::hashes")
+def _(elements_N, before, within, num_words):
+    return elements_N.new_empty(len(elements_N), num_words, dtype=torch.int64)
+
+
+def _hashes(elements_N: Tensor, before: int, within: int, num_words: int) -> Tensor:
     x = (elements_N.long().unsqueeze(1) << WORDS_BITS) + torch.arange(num_words, device=elements_N.device)
     # in place, as new memory costs more than the arithmetic: 24 instead of 48 ms for a million hashes on one core
-    x.bitwise_xor_(keys[0])
+    x.bitwise_xor_(before)
     x.bitwise_xor_(_shifted(x, 30)).mul_(-4658895280553007687)  # 0xBF58476D1CE4E5B9
-    x.add_(keys[1])
+    x.add_(within)
     x.bitwise_xor_(_shifted(x, 27)).mul_(-7723592293110705685)  # 0x94D049BB133111EB
     return x.bitwise_xor_(_shifted(x, 31))
 
 
 def signs(elements_N: Tensor, keys: tuple[int, int], dim: int) -> Tensor:
     """±1 for each element and column, [N, dim] in float32: one bit of a hash each."""
-    which = hashes(elements_N, keys, num_words=-(-dim // 64)).view(torch.uint8).int()
+    which = _cut(hashes(elements_N, keys, num_words=-(-dim // 64)), torch.uint8).int()
     table = _signs_of_bytes().to(which.device)
     return table.index_select(0, which.flatten()).view(*which.shape, 8).flatten(1)[:, :dim]
 
@@ -210,6 +228,16 @@ def _signs_of_bytes() -> Tensor:
     """Eight signs for each byte, [256, 8]."""
     bits = torch.arange(256, device="cpu").unsqueeze(1) >> torch.arange(8, device="cpu")
     return (bits & 1).float() * 2 - 1
+
+
+def _cut(words_NW: Tensor, dtype: torch.dtype) -> Tensor:
+    """Each 64 bits as so many numbers of `dtype`, those of the lowest bits first."""
+    if not is_tracing():
+        return words_NW.view(dtype)
+    places = torch.arange(
+        0, 64, 8 * dtype.itemsize, device=words_NW.device
+    )  # torch 2.11's compiler lays a single word otherwise
+    return (words_NW.unsqueeze(2) >> places).to(dtype).flatten(1)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,6 +47,8 @@ class Doubts:
         self.flags: list[Tensor] = []
         self.pending: list[Callable[[], Tensor]] = []
         """Flags that are to be computed once ops are written down again."""
+        self.others: list[Any] = []
+        """The captures besides the step's own that are asked."""
 
     def any(self) -> Tensor | None:
         return torch.stack(self.flags).any() if self.flags else None
@@ -68,6 +70,13 @@ def occurs(flag: Callable[[], Tensor]) -> bool:
         return bool(flag())
     Doubts.current.pending.append(flag)
     return False
+
+
+def asks(other: Any) -> None:
+    """Says that the answer is made of what another capture holds now."""
+    assert Doubts.current is not None
+    if not any(other is known for known in Doubts.current.others):
+        Doubts.current.others.append(other)
 
 
 def doubt(flag: Tensor) -> None:

@@ -1,5 +1,6 @@
 """What a graph is made for: the kind of a batch, whatever its size, and what torch is told to do beside it."""
 
+import enum
 from typing import Any
 
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor, nn
 from samplewise.errors import SamplewiseError
 
 COMPARED = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+FIXED = (torch.Size, slice, range, enum.Enum)
+"""What an answer may hold besides, of which nobody changes anything."""
 
 
 def refuse_negated(tensors: list[Tensor]) -> None:
@@ -33,6 +36,17 @@ def refuse_strange(tensors: list[Tensor]) -> None:
             kind = "nested" if t.is_nested else "sparse"
             raise SamplewiseError(
                 f"a compiled step was given a {kind} tensor, whose sizes depend on values. Give it dense, or {op_by_op}"
+            )
+
+
+def refuse_opaque(results: list[Any]) -> None:
+    """Raises if a step gives what holds tensors or can be used up: it would be that of the trace for good."""
+    for value in results:
+        if not isinstance(value, (Tensor, *COMPARED, *FIXED)):
+            raise SamplewiseError(
+                f"a compiled step cannot give a {type(value).__name__}: its loss and answer are tensors, numbers and strings, in "
+                "tuples, lists and dicts. Give those (dict(grads.stream()) in place of grads.stream()), or take the step op by op: "
+                "per_sample_step(..., compile=False)."
             )
 
 

@@ -41,7 +41,8 @@ def compiled(graph: GraphModule, open_dim: int | None = None) -> Callable[..., l
     made = as_written(torch.compile(told.forward, **options))
 
     def run(*tensors: Tensor) -> list[Tensor]:
-        rows = [t for t in tensors if has_rows(t, open_dim, tensors[0].shape[open_dim])]
+        size = next(t.shape[open_dim] for t in tensors if t.ndim > open_dim)
+        rows = [t for t in tensors if has_rows(t, open_dim, size)]
         for t in rows:
             torch._dynamo.maybe_mark_dynamic(t, open_dim)
         return made(*tensors)

@@ -139,7 +139,9 @@ _recorders: WeakSet[Recorder] = WeakSet()
 
 
 def can_be_recorded(graph: GraphModule, tensors: list[Tensor]) -> bool:
-    """Whether a graph on such a batch runs on one GPU."""
+    """Whether a graph on such a batch runs on one GPU, and all sizes are known before."""
+    if not is_of_known_sizes(graph):
+        return False
     devices = {t.device for t in (*tensors, *state_of(graph))}
     return len(devices) == 1 and next(iter(devices)).type == "cuda" and is_all_on(next(iter(devices)), graph)
 
@@ -164,6 +166,12 @@ def is_all_on(device: torch.device, graph: GraphModule) -> bool:
     return away.isdisjoint(*(out.all_input_nodes for out in graph.graph.find_nodes(op="output")))
 
 
+def is_of_known_sizes(graph: GraphModule) -> bool:
+    """Whether how large things are follows from no value."""
+    values = (t for node in graph.graph.nodes for t in values_of(node))
+    return all(t.layout is torch.strided and all(type(n) is int for n in t.shape) for t in values)
+
+
 def values_of(node: Node) -> list[Tensor]:
     return [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
 
@@ -173,7 +181,7 @@ class Recording:
 
     def __init__(self, compiled: Run, tensors: list[Tensor], state: list[Tensor], pool: Any, num_bytes: int = 0):
         """In the memory `pool`, or in one that begins as one block of so many bytes. Recording runs no kernel."""
-        self._state, self._places = state, [t.data_ptr() for t in state]
+        self._state, self._places = state, list(map(_place, state))
         self._graph = torch.cuda.CUDAGraph()
         torch._C._cuda_clearCublasWorkspaces()  # or one of an earlier recording would be used, and would hold that one's memory
         with _captured(self._graph, pool or torch.cuda.graph_pool_handle()):
@@ -187,7 +195,7 @@ class Recording:
 
     def is_valid(self) -> bool:
         """Whether parameters and buffers are where they were."""
-        return [t.data_ptr() for t in self._state] == self._places
+        return list(map(_place, self._state)) == self._places
 
     def __call__(self, tensors: tuple[Tensor, ...], num_given: int | None = None) -> list[Tensor]:
         """Copies of the first `num_given` results, or of all; of others the recording's own, which the next step writes over."""
@@ -203,6 +211,11 @@ class Recording:
         """What this recording and those that share its memory keep, in segments of these kinds ("large", "small") or of all."""
         segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == self.pool]
         return sum(s["total_size"] for s in segments if not kinds or s["segment_type"] in kinds)
+
+
+def _place(t: Tensor) -> tuple[int, bool]:
+    """Where the tensor is, and whether it is the conjugate of what is there."""
+    return t.data_ptr(), t.is_conj()
 
 
 @contextmanager

@@ -27,7 +27,7 @@ LIBRARIES = frozenset({"torch", "samplewise", *OF_TOOLS, *OF_MODELS, *sys.stdlib
 """Packages whose own code is taken to read nothing that changes."""
 UNCALLED = {"__init__", "__new__", "__init_subclass__", "__repr__", "__module__", "__doc__", "__dict__", "__weakref__"}
 """Attributes of a class that a step does not call."""
-REFLECTION = {"vars", "__dict__", "asdict", "__getattr__", "__getattribute__", "attrgetter", "eval", "exec"}
+REFLECTION = {"vars", "__dict__", "asdict", "__getattr__", "__getattribute__", "attrgetter", "methodcaller", "eval", "exec"}
 """Code with one of these names may read attributes that it does not name."""
 
 
@@ -149,6 +149,8 @@ class Snapshot:
                 self._see_attributes(prefix, value, ["__self__"])
         elif isinstance(value, operator.attrgetter):
             self._name({part for name in value.__reduce__()[1] for part in name.split(".")})
+        elif isinstance(value, operator.methodcaller):
+            self._see_called(name, value)
         elif isinstance(value, types.ModuleType):
             if value.__name__.partition(".")[0] not in LIBRARIES:
                 self._see(f"{prefix}__dict__", lambda: Facts(k for k in vars(value) if k in self._named))
@@ -159,10 +161,19 @@ class Snapshot:
             if _root(type(value)) in OF_MODELS:  # a configuration, which code that is not followed reads
                 self._see_attributes(prefix, value, getattr(value, "__dict__", ()))
             self._see_attributes_named(prefix, value, [*getattr(value, "__dict__", ()), *_slots(type(value))])
-            for base in _library_bases(type(value)):  # what a method of torch reads, if code calls it
+            for base in _library_bases(type(value)):  # what a method or property of torch reads, if code names it
                 for key, method in vars(base).items():
+                    method = getattr(method, "fget", getattr(method, "func", method))
                     if isinstance(method, types.FunctionType) and not key.startswith("__"):
                         self._once_named(key, lambda method=method: self._name(_names(method.__code__)))
+
+    def _see_called(self, name: str, caller: operator.methodcaller) -> None:
+        """The method's name, and what it is called with."""
+        make, (method, *args) = caller.__reduce__()  # type: ignore[misc]
+        method, kwargs = (make.args[0], make.keywords) if isinstance(make, functools.partial) else (method, {})
+        self._name({method})
+        for value in (*args, *kwargs.values()):
+            self._later(name, value)
 
     def _see_attributes(self, prefix: str, owner: Any, names: Iterable[str]) -> None:
         for key in set(names) - {"__dict__", "__weakref__", "__doc__"}:

@@ -1,6 +1,7 @@
 """Compiled steps: one graph for each kind of batch and state of the model that is met, whatever the batch's size."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,6 +99,7 @@ class Compiled:
             graph = self._graph(family, size, batch)
             if graph is None:
                 return self._op_by_op(batch, f"a size beyond {MAX_SIZES}, and no graph serves all: {family.why_not}")
+        graph.trace.check_others()
         undo = Undo(graph.trace.written(tensors) if graph.trace.writes else ())
         try:
             outputs = graph.run(*tensors) if outputs is None else outputs
@@ -136,11 +138,16 @@ class Compiled:
         graph = None if family is None else family.of_size.get(size)
         if family is None or graph is None or graph.trace.writes:
             return None, None
-        try:
-            outputs = graph.run(*tensors)
-        except FAILURES:  # parameters of another shape; if it is something else, it comes again
-            return None, None
-        return (graph, outputs) if family.snapshot.change() is None else (None, None)
+        with RandomnessPutBack(gpus_of(self.model)) if graph.trace.draws else nullcontext() as randomness:
+            try:
+                outputs = graph.run(*tensors)
+            except FAILURES:  # parameters of another shape; if it is something else, it comes again
+                return None, None
+            if family.snapshot.change() is not None:
+                return None, None
+            if randomness is not None:
+                randomness.let_go()
+        return graph, outputs
 
     def _family(self, kind: Any, batch: tuple) -> tuple[Family, list[Any]]:
         """The family of such steps, and if it is new and the step was taken to make it, the result."""

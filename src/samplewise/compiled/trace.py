@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from samplewise.compiled.batches import refuse_opaque
 from samplewise.compiled.draws import Draws
 from samplewise.compiled.writes import root_of, written_in
 from samplewise.constants import Constants
@@ -54,6 +55,8 @@ class Trace:
 
     graph: GraphModule
     has_doubt: bool
+    others: list[tuple[Any, list[tuple[Tensor, int]]]]
+    """The captures besides the step's own that it asks, and the versions of what the graph reads of them as it is."""
     _values: list[Any]
     _spec: TreeSpec
 
@@ -68,7 +71,9 @@ class Trace:
                 filled[i] = t
             with collecting() as doubts, unread, Constants(), Draws(), Unlisted():
                 result = run(tree_unflatten(filled, spec), self.record, verify=False)
+                self.others = [(other, other.versions()) for other in doubts.others]
             values, self._spec = tree_flatten(result)
+            refuse_opaque(values)
             self._values = [NotImplemented if isinstance(v, Tensor) else v for v in values]
             flag = doubts.any()
             self.has_doubt = flag is not None
@@ -100,6 +105,16 @@ class Trace:
         _clean(self.graph.graph)
         unread.check(self.graph.graph)
         self.graph.recompile()
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether the graph draws random numbers."""
+        return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in self.graph.graph.nodes)
+
+    def check_others(self) -> None:
+        """Raises if what the graph reads of other captures has changed or gone."""
+        for other, versions in self.others:
+            other.check(versions)
 
     @cached_property
     def _written(self) -> list[Node]:

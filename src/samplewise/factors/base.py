@@ -89,6 +89,8 @@ class Factor(ABC):
 
     num_samples: int
     shape: tuple[int, ...]
+    is_pulled_back = False
+    """Whether it is pulled back through what weights were computed from."""
 
     @abstractmethod
     def materialize(self) -> Tensor:

@@ -17,6 +17,8 @@ class Pullback(Factor):
     ordinary autograd keeps. `uncounted` are parameters whose values it keeps in a way that does not notice when they are changed.
     """
 
+    is_pulled_back = True
+
     def __init__(
         self,
         derived: Factor,

@@ -16,6 +16,13 @@ class Total(Factor):
         self.parts = parts
         self.num_samples, self.shape = parts[0].num_samples, parts[0].shape
 
+    @property
+    def is_pulled_back(self) -> bool:  # type: ignore[override]
+        return any(part.is_pulled_back for part in self.parts)
+
+    def is_complex(self) -> bool:
+        return any(part.is_complex() for part in self.parts)
+
     def materialize(self) -> Tensor:
         return reduce(torch.add, (part.materialize() for part in self.parts))
 
