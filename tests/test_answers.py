@@ -345,3 +345,168 @@ def test_the_functional_form():
     grads = sw.per_sample(model, loss_fn, params=["2.*"])(x, y)
     assert list(grads) == ["2.weight", "2.bias"]
     assert relative_error(grads["2.bias"].materialize(), oracle(model, loss_fn, x, y)["2.bias"]) < TOLERANCE
+
+
+# --- found by an independent review: options and questions against each other ---
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(7, 3), nn.Linear(3, 7, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        return self.head(self.table(ids))
+
+
+def test_a_direction_has_a_tied_parameter_once():
+    """A state dict has it under both names."""
+    model, ids = Tied().double(), torch.randint(7, (B, 4))
+    grads, G = run_capture(model, losses, ids), flat(oracle(model, losses, ids))
+    w = model.table.weight.detach().flatten()
+    assert relative_error(grads.dots(model.state_dict()), G @ w) < TOLERANCE
+    assert relative_error(grads.cosines(model.state_dict()), F.cosine_similarity(G, w[None])) < TOLERANCE
+    with pytest.raises(ValueError, match=r"another tensor for 'head.weight' than for 'table.weight'"):
+        grads.dots({"table.weight": model.table.weight, "head.weight": model.head.weight + 1})
+    with pytest.raises(ValueError, match=r"'head.weight' is \(7, 3\), its direction \(3,\)"):
+        grads.dots({"head.weight": torch.ones(3)})
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32])
+def test_a_direction_may_be_of_integers(dtype):
+    model, x = nn.Linear(3, 1, bias=False), torch.randn(B, 3)
+    grads = run_capture(model, lambda model, x: model(x).squeeze(1), x)
+    d = torch.tensor([[100, 20, 120]]).to(dtype) * (1000 if dtype == torch.int32 else 1)
+    for got in (grads.cosines({"weight": d}), grads["weight"].cosines(d)):
+        assert relative_error(got, F.cosine_similarity(x, d.float())) < 1e-6  # float32
+
+
+def test_a_direction_of_parameters_that_took_no_part_is_zero():
+    model, x = mlp(), data(B, 5)
+    grads = run_capture(model, lambda model, x: model[0](x).square().sum(1), x)
+    for direction in ({}, {"2.bias": torch.ones(3)}):
+        assert torch.equal(grads.dots(direction), torch.zeros(B, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("w", [[1.0, 2.0, 3.0, 4.0], [1.0, 0.0, 0.0, 4.0], [0.0] * 4])
+def test_weights_get_the_gradient_of_all_samples(w):
+    """Learning to weigh samples begins at 0."""
+    model, x = mlp(), data(B, 5)
+    grads, G = run_capture(model, losses, x), flat(oracle(model, losses, x))
+    w = torch.tensor(w, dtype=torch.float64, requires_grad=True)
+    sum(t.sum() for t in grads.weighted_sum(w).values()).backward()
+    assert relative_error(w.grad, G.sum(1)) < TOLERANCE
+
+
+def test_weights_are_real_and_not_rounded():
+    model, x = mlp(), data(B, 5)
+    G = flat(oracle(model, losses, x))
+    with sw.capture(model, loss_reduction="mean") as grads:
+        losses(model, x).mean().backward()
+    with pytest.raises(ValueError, match="weights of samples are real"):
+        grads.weighted_sum(torch.full((B,), 1j))
+    for w in (torch.tensor([2**24 + 1, 2**24 + 3, 5, 7]), torch.tensor([0.1, 0.2, 0.3, 0.4])):
+        got = torch.cat([t.flatten() for t in grads.weighted_sum(w).values()])
+        assert relative_error(got, w.double() @ G) < TOLERANCE
+        got = torch.cat([grads[name].weighted_sum(w).flatten() for name in grads])
+        assert relative_error(got, w.double() @ G) < TOLERANCE
+
+
+def test_terms_that_overflow_are_taken_directly():
+    """Two positions that nearly cancel: the product of their lengths leaves float32, what is left of them does not."""
+    model = nn.Linear(2, 2, bias=False)
+    x = torch.tensor([[[1e10, 1.0], [-1e10, 1.0]], [[1.0, 2.0], [3.0, 4.0]]])
+    each = lambda model, x: (model(x) * torch.tensor([1e10, 1.0])).sum((1, 2))
+    norms = {route: run_capture(model, each, x, plan={"*": route}, verify=False).norms() for route in ("gram", "direct")}
+    assert norms["gram"].isfinite().all()
+    assert relative_error(norms["gram"], norms["direct"]) < 1e-6
+
+
+def test_a_projection_of_real_parts_of_a_complex_weight_has_its_width():
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3, 4, dtype=torch.complex128))
+
+        def forward(self, x):
+            return x @ self.w.real.T + (x @ self.w.imag.T) ** 2
+
+    model = Parts()
+    grads = run_capture(model, lambda model, x: model(x).sum((1, 2)), data(B, 5, 4))
+    for k in (2, 3, 6):
+        projector = sw.Kronecker(2, k)
+        assert grads.project(projector).shape == (B, projector.width(model.w))
+
+
+def test_what_a_running_estimate_gives_is_not_its_state():
+    moments, x = sw.RunningMoments(), data(B, 5)
+    moments.update(run_capture(mlp(), losses, x))
+    right = {name: t.clone() for name, t in moments.mean().items()}
+    state = moments.state_dict()
+    other = sw.RunningMoments()
+    other.load_state_dict(state)
+    for given in (moments.mean(), state["means"], state["deviations"]):
+        for t in given.values():
+            t.zero_()
+    for estimate in (moments, other):
+        assert all(torch.equal(t, right[name]) for name, t in estimate.mean().items())
+
+
+def test_samples_may_be_named_by_a_list():
+    grads = run_capture(mlp(), losses, data(B, 5))
+    assert grads["0.weight"].of_samples([]).shape == (0, 6, 5)
+    assert torch.equal(grads["0.weight"].of_samples([2, 1]), grads.materialize()["0.weight"][[2, 1]])
+
+
+def test_where_gradients_are_off_is_said():
+    model, x = mlp(), data(B, 5)
+    with torch.inference_mode(), pytest.raises(SamplewiseError, match="inference_mode"):
+        sw.capture(model)
+    with torch.no_grad(), sw.capture(model) as grads, pytest.raises(SamplewiseError, match="need no gradient: .*no_grad"):
+        grads.backward(losses(model, x))
+    with pytest.raises(ValueError, match="batch_dim counts dimensions from the first"):
+        sw.capture(model, batch_dim=-1)
+
+
+def test_one_sample_beside_rows_of_something_else():
+    """Which of the two is the batch is not clear; behind it, a lone 1 is broadcast."""
+
+    class Nearest(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(5, 5)
+
+        def forward(self, x, others):
+            return self.inner(x) @ others.T if len(others) > 1 else self.inner(x) * others
+
+    model = Nearest().double()
+    with pytest.raises(SamplewiseError, match=r"sizes \[1, 3\] along dimension 0, so the batch size is not clear"):
+        sw.per_sample(model, lambda *args: args[0](*args[1:]).sum(1))(data(1, 5), data(3, 5))
+    grads = sw.per_sample(model, lambda *args: args[0](*args[1:]).sum(1))(data(3, 5), data(1, 5))
+    assert grads.norms().shape == (3,)
+
+
+def test_verification_of_what_has_no_gradient_or_no_samples():
+    model = nn.Linear(5, 3).requires_grad_(False)
+    assert sw.verify(model, torch.randn(B, 5)).is_right
+    with pytest.raises(ValueError, match="without samples"):
+        sw.verify(nn.Linear(5, 3), torch.randn(0, 5))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("more", [{}, {"bidirectional": True}, {"num_layers": 2}], ids=str)
+def test_recurrent_layers_take_no_samples_too(kind, more):
+    """Poisson sampling may draw none."""
+    model = kind(3, 4, batch_first=True, **more)
+    with sw.capture(model) as grads:
+        grads.backward(model(torch.randn(0, 5, 3))[0].sum((1, 2)))
+    assert grads.norms().shape == (0,)
+    assert {n: t.shape for n, t in grads.clipped_sum(max_norm=1.0).items()} == {
+        n: p.shape for n, p in model.named_parameters()
+    }
+
+
+def test_tied_weights_take_no_samples_too():
+    grads = run_capture(Tied(), losses, torch.zeros(0, 1, dtype=torch.long), verify=False)
+    assert grads.norms().shape == (0,) and grads.gram().shape == (0, 0)

@@ -13,6 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
 
 import samplewise as sw
+from samplewise.dp.clipping import clip_weights
 from samplewise.errors import SamplesMixError, SamplewiseError, UnattributedError
 from samplewise.testing import oracle
 
@@ -699,3 +700,39 @@ def test_a_forward_that_writes_to_parameters_writes_once(how):
         else:
             optimizer.step_on(x, y)
     assert torch.equal(model[0].weight, before * 0.5)
+
+
+def test_what_forward_raises_is_what_is_raised():
+    """The hook that hears of it goes, and torch would stumble over that."""
+    fails = []
+
+    class Failing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(5, 3)
+
+        def forward(self, x):
+            if fails:
+                raise ValueError("a mistake in forward")
+            return self.inner(x)
+
+    model, optimizer, loader = private(Failing())
+    for step, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        if step == 1:
+            fails.append(step)
+            with pytest.raises(ValueError, match="a mistake in forward"):
+                model(x)
+            break
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert not _get_current_function_mode_stack()
+    assert not model._forward_hooks
+
+
+def test_bounds_that_are_no_bounds_bound_nothing():
+    norms = torch.tensor([0.0, 1.0, 5.0])
+    for bound in (torch.nan, -1.0, 0.0):
+        assert clip_weights(norms, torch.tensor(bound)).isnan().all()
+    assert clip_weights(torch.tensor([1e-40]), 1e-42).isfinite().all()
+    assert (clip_weights(torch.tensor([60000.0], dtype=torch.float16), 6.0, margin=0.1) > 0).all()

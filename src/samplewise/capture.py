@@ -56,6 +56,8 @@ class Capture(MarkedBatch, Uses):
             raise ValueError(f'loss_reduction is "sum" or "mean", got {loss_reduction!r}')
         if keep not in ("gradients", "norms", "graph"):
             raise ValueError(f'keep is "gradients", "norms" or "graph", got {keep!r}')
+        if torch.is_inference_mode_enabled():
+            raise SamplewiseError("there are no gradients under torch.inference_mode(). Capture outside of it.")
         parts = named_parts(model)
         scripted = [prefix[:-1] for prefix, module in parts if isinstance(module, torch.jit.ScriptModule)]
         if scripted:
@@ -242,6 +244,11 @@ class Capture(MarkedBatch, Uses):
         Per-sample gradients are those of `losses[b]`. Serves losses that average over a sample's own tokens, whatever
         their number.
         """
+        if not losses.requires_grad:
+            raise SamplewiseError(
+                "the losses need no gradient: they were computed under torch.no_grad(), from detached values, or all parameters that "
+                "they are made of are frozen."
+            )
         mark = self.marks.get(losses)
         check_loss(mark, None)
         in_order = mark is None or (isinstance(mark, Layout) and mark.fold(0).axis == 0)

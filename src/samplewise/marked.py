@@ -18,6 +18,8 @@ class MarkedBatch:
     weights: Weights
 
     def __init__(self, batch_size: int | None, batch_dim: int, sample_ids: Tensor | None):
+        if batch_dim < 0:
+            raise ValueError(f"batch_dim counts dimensions from the first, 0: got {batch_dim}")
         if sample_ids is not None:
             sample_ids = checked_ids(sample_ids)
             batch_size = max(batch_size or 0, int(sample_ids.max()) + 1 if len(sample_ids) else 0)
@@ -75,9 +77,11 @@ class MarkedBatch:
         if self.batch_size is None and not torch.is_grad_enabled():
             return  # nothing is captured here, so this need not be the batch
         self._refuse_strange(inputs)
-        sizes = {t.shape[dim] for t in inputs if t.ndim > dim}
+        in_order = [t.shape[dim] for t in inputs if t.ndim > dim]
+        sizes = set(in_order)
         if self.batch_size is None:
-            sizes = sizes - {1} or sizes  # a lone 1 among others is broadcast over the batch
+            if in_order[:1] != [1]:
+                sizes = sizes - {1} or sizes  # a lone 1 behind others is broadcast over the batch
             if len(sizes) > 1:
                 raise UnattributedError(
                     f"the model's inputs have sizes {sorted(sizes)} along dimension {dim}, so the batch size is not clear. "
@@ -116,6 +120,7 @@ class MarkedBatch:
 
 def checked_ids(sample_ids: Tensor) -> Tensor:
     """Sample ids as a vector on the CPU."""
+    sample_ids = torch.as_tensor(sample_ids)
     if sample_ids.is_floating_point() or sample_ids.ndim != 1 or bool((sample_ids < 0).any()):
         raise ValueError(
             f"sample_ids is a vector with the number of its sample, from 0 on, for each row; got {tuple(sample_ids.shape)} of "

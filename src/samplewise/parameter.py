@@ -35,7 +35,8 @@ class ParameterGrads(Answers[Tensor]):
     @unwatched
     def of_samples(self, samples: Tensor | Sequence[int]) -> Tensor:
         """G of these samples alone, shape [len(samples), *shape], in the parameter's dtype."""
-        return self._scaled(self._of(torch.as_tensor(samples)).materialize())
+        samples = samples if isinstance(samples, Tensor) else torch.tensor(samples, dtype=torch.long)
+        return self._scaled(self._of(samples).materialize())
 
     def stream(self, *, samples: int) -> Iterator[tuple[slice, Tensor]]:
         """(which samples, their G) for runs of so many samples, in order."""
@@ -64,7 +65,7 @@ class ParameterGrads(Answers[Tensor]):
 
     @unwatched
     def weighted_sum(self, w: Tensor) -> Tensor:
-        """sum_b w[b] G[b], like the parameter; a sample with w[b] = 0 is left out."""
+        """sum_b w[b] G[b], like the parameter; a sample with w[b] = 0 is left out, unless w needs a gradient."""
         return self._weighted_sum(*kept(w, self._factor().num_samples))
 
     @unwatched
@@ -119,7 +120,7 @@ class ParameterGrads(Answers[Tensor]):
         factor = self._of(keep)
         if factor.num_samples == 0:
             return torch.zeros_like(wide(self._parameter))
-        w = w.to(factor.tensors()[0].device) * self._scale
+        w = scaled_by(w.to(factor.tensors()[0].device), self._scale)
         return self._planner.weighted_sum(factor, w, rounded=rounded)
 
     def _of(self, samples: Tensor | None) -> Factor:
@@ -131,7 +132,7 @@ class ParameterGrads(Answers[Tensor]):
 
     @unwatched
     def _norm_of(self, direction: Tensor) -> Tensor:
-        return squares(direction).sum().sqrt()
+        return sq_size(direction).sqrt()
 
     def _check_shape(self, shape: torch.Size, what: str) -> None:
         if shape != self._parameter.shape:
@@ -145,15 +146,32 @@ class ParameterGrads(Answers[Tensor]):
 
 
 def kept(w: Tensor, num_samples: int | None) -> tuple[Tensor | None, Tensor]:
-    """The samples with a weight, and their weights; None for all of them."""
+    """The samples with a weight, and their weights; None for all of them.
+
+    Weights that need a gradient are all taken: that of w[b] is <G[b], ...> whatever w[b] is.
+    """
     if w.shape != (num_samples,):
         raise ValueError(f"one weight a sample: expected shape ({num_samples},), got {tuple(w.shape)}")
-    w = w.to(torch.promote_types(w.dtype, torch.float32))
+    if w.is_complex():
+        raise ValueError(f"weights of samples are real, got {w.dtype}")
+    w = w.to(torch.promote_types(w.dtype, torch.float32) if w.is_floating_point() else torch.float64)
+    if w.requires_grad and not is_tracing():
+        return None, w
     if is_tracing():
         doubt((w == 0).any())
         return None, w
     keep = w.nonzero().squeeze(1)
     return (None, w) if len(keep) == len(w) else (keep, w[keep])
+
+
+def sq_size(direction: Tensor) -> Tensor:
+    """|direction|² in float32 or better, also of integers."""
+    return squares(direction.to(torch.promote_types(direction.dtype, torch.float32))).sum()
+
+
+def scaled_by(w: Tensor, scale: float) -> Tensor:
+    """w * scale, not rounded before it is multiplied with gradients."""
+    return w if scale == 1.0 else w.double() * scale
 
 
 def runs(num_samples: int, size: int) -> Iterator[slice]:

@@ -10,9 +10,8 @@ from torch import Tensor
 from samplewise.answers import Answers, clipping, normalizing
 from samplewise.choice import Groups, grouped
 from samplewise.errors import SamplewiseError
-from samplewise.factors.base import squares
 from samplewise.held import Held
-from samplewise.parameter import kept, runs
+from samplewise.parameter import kept, runs, scaled_by, sq_size
 from samplewise.projections import Projector, projector_of
 from samplewise.samples import Layout
 from samplewise.second import SecondPass
@@ -101,7 +100,10 @@ class Grads(Held, Answers[dict[str, Tensor]]):
         return self._planner.table()
 
     def weighted_sum(self, w: Tensor) -> dict[str, Tensor]:
-        """{name: sum_b w[b] G[b]}, each like its parameter; a sample with w[b] = 0 is left out, even if it is NaN."""
+        """{name: sum_b w[b] G[b]}, each like its parameter.
+
+        A sample with w[b] = 0 is left out, even if it is NaN; not so if w needs a gradient, which then is that of all samples.
+        """
         if self.keep == "graph":  # backward may run a checkpointed forward again, which must be seen
             return self._by_second_backward(*kept(w, self.batch_size))
         return self._sum_of(*kept(w, self.batch_size))
@@ -111,7 +113,7 @@ class Grads(Held, Answers[dict[str, Tensor]]):
         if len(w) == 0:
             return {name: torch.zeros_like(self.parameters[name]) for name in self}
         dtypes = {name: self.parameters[name].dtype for name in self}
-        return self._planner.weighted_sums(self._all_joined(), w * self._factor_scale, keep, dtypes)
+        return self._planner.weighted_sums(self._all_joined(), scaled_by(w, self._factor_scale), keep, dtypes)
 
     def clipped_sum(self, *, max_norm: float | Mapping[str, float], groups: Groups | None = None) -> dict[str, Tensor]:
         """{name: sum_b min(1, max_norm / ‖G[b]‖) G[b]}, each like its parameter.
@@ -163,7 +165,8 @@ class Grads(Held, Answers[dict[str, Tensor]]):
                 f"the direction names {unknown}, which are not captured parameters. Leave them out of it, or capture them: "
                 "capture(model, params=[...])."
             )
-        return self._added([self[name].dots(direction[name]) for name in direction if name in self])
+        parts = [self[name].dots(d) for name, d in self._by_first_name(direction).items() if name in self]
+        return self._added(parts) if parts else self.norms().zero_()
 
     @unwatched
     def gram(self, other: "Grads | None" = None) -> Tensor:
@@ -179,6 +182,20 @@ class Grads(Held, Answers[dict[str, Tensor]]):
             raise nothing_captured()
         parts = [self[name].gram(other[name]) for name in self if name in other]
         return self._added(parts or [torch.outer(self.norms(), other.norms()).zero_()])
+
+    def _by_first_name(self, direction: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The direction, each parameter once: a state dict has a tied one under all of its names."""
+        by_name: dict[str, Tensor] = {}
+        for name, d in direction.items():
+            first = self._aliases[name]
+            if d.shape != self.parameters[first].shape:
+                raise ValueError(f"{name!r} is {tuple(self.parameters[first].shape)}, its direction {tuple(d.shape)}")
+            known = by_name.setdefault(first, d)
+            if known is not d and not torch.equal(known, d):
+                raise ValueError(
+                    f"the direction has another tensor for {name!r} than for {first!r}, which are one parameter"
+                )
+        return by_name
 
     def sum(self) -> dict[str, Tensor]:
         """{name: sum_b G[b]}, each like its parameter: what `.grad` would be."""
@@ -245,7 +262,7 @@ class Grads(Held, Answers[dict[str, Tensor]]):
     @unwatched
     def _norm_of(self, direction: Mapping[str, Tensor]) -> Tensor:
         """|direction| over all parameters that it has."""
-        return self._added([squares(d).sum() for d in direction.values()]).sqrt()
+        return self._added([sq_size(d) for d in self._by_first_name(direction).values()]).sqrt()
 
     def _by_second_backward(self, keep: Tensor | None, w: Tensor) -> dict[str, Tensor]:
         """The weighted sum from a backward of the weighted losses, which brings each use's share and lets it go."""

@@ -76,7 +76,7 @@ class RunningMoments(Running):
     def mean(self) -> dict[str, Tensor]:
         """{name: (1/n) sum_b G[b]}, in float32 or better."""
         self._check(1)
-        return dict(self._means)
+        return _copies(self._means)
 
     def second_moment(self) -> dict[str, Tensor]:
         """{name: sum_b |G[b]|² element by element}."""
@@ -95,11 +95,11 @@ class RunningMoments(Running):
 
     def state_dict(self) -> dict[str, Any]:
         counts = {"num_samples": self.num_samples, "num_left_out": self.num_left_out}
-        return {**counts, "means": dict(self._means), "deviations": dict(self._deviations)}
+        return {**counts, "means": _copies(self._means), "deviations": _copies(self._deviations)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.num_samples, self.num_left_out = state["num_samples"], state["num_left_out"]
-        self._means, self._deviations = dict(state["means"]), dict(state["deviations"])
+        self._means, self._deviations = _copies(state["means"]), _copies(state["deviations"])
 
     def _add(self, num: int, means: dict[str, Tensor], deviations: dict[str, Tensor]) -> None:
         total = self.num_samples + num
@@ -119,6 +119,10 @@ class RunningMoments(Running):
     def _check(self, num: int) -> None:
         if self.num_samples < num:
             raise ValueError(f"this needs {num} samples or more, so far there were {self.num_samples}")
+
+
+def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t.clone() for name, t in tensors.items()}
 
 
 class RunningNoiseScale(Running):

@@ -74,6 +74,7 @@ def clip_weights(norms: Tensor, bound: Bound, *, eps: float | None = None, margi
     | above | C / (n (1 + margin)) | below C / n |
     | inf, NaN | 0 | 0 |
     | C = inf | 1 | refused |
+    | C a tensor with NaN, 0 or less | NaN | NaN |
 
     >>> clip_weights(torch.tensor([0.0, 0.5, 4.0, torch.inf, torch.nan]), 2.0).tolist()
     [1.0, 1.0, 0.5, 0.0, 0.0]
@@ -82,9 +83,10 @@ def clip_weights(norms: Tensor, bound: Bound, *, eps: float | None = None, margi
         raise ValueError(f"a bound on gradients is positive, got {bound}")
     if eps is not None and not (eps > 0 and (isinstance(bound, Tensor) or bound < math.inf)):
         raise ValueError(f"automatic clipping takes a positive eps and a finite bound, got {eps} and {bound}")
-    n = norms * (1 + margin)
+    n = norms.to(torch.promote_types(norms.dtype, torch.float32)) * (1 + margin)
+    bound = bound.to(n) if isinstance(bound, Tensor) else n.new_full((), bound)  # torch divides a number as 1 / n * bound
     w = torch.where(n > bound, bound / n, 1.0) if eps is None else bound / (n + eps)
-    return torch.where(n.isfinite(), w, 0.0)
+    return torch.where(n.isfinite(), torch.where(bound > 0, w, torch.nan), 0.0)
 
 
 def clipped(grads: Grads, bounds: Mapping[str, Bound], *, groups: Groups | None = None, eps: float | None = None) -> Clipped:

@@ -111,7 +111,6 @@ class Session:
         )
         self._thread = threading.get_ident()
         self.grads = grads.__enter__()
-        self._handles = [module.register_forward_hook(self._left, always_call=True)]
         self.guard(grads)
         self._mark(grads)
         try:
@@ -119,6 +118,8 @@ class Session:
         except BaseException:
             self._close()
             raise
+        # the last of the module's hooks: where forward raises, torch goes over them as they are, and none may go but the last
+        self._handles = [module.register_forward_hook(self._left, always_call=True)]
 
     def guard(self, grads: Grads) -> None:
         """Lets losses be looked at as privacy needs it."""

@@ -54,7 +54,7 @@ class Hasty:
         A sum that cancels down to a thousandth of its terms has lost three digits, down to 1e-7 of them all digits, in
         float32; too low a norm would break a privacy bound.
         """
-        return cls(n, n < 1e-3 * terms, exactly)
+        return cls(n, ~(n >= 1e-3 * terms), exactly)  # NaN, where terms overflowed, is doubtful
 
 
 def mended(norms: Sequence[Hasty]) -> list[Tensor]:

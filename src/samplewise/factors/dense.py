@@ -46,7 +46,8 @@ class Dense(Factor):
 
     def weighted_sum(self, w_B: Tensor, *, rounded: bool = False) -> Tensor:
         if is_tracing():  # one pass, whatever the dtype
-            return (w_B.reshape(-1, *[1] * len(self.shape)) * self.G).sum(0)
+            w = w_B.to(wide_dtype(self.G).to_real())
+            return (w.reshape(-1, *[1] * len(self.shape)) * self.G).sum(0)
         G = wide(self.G)
         return (w_B.to(G.dtype) @ flat(G)).reshape(self.shape)
 

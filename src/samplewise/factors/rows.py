@@ -57,7 +57,7 @@ class Rows(Factor):
         a, z = wide(other.a[:, :, 0]), other.g[:, :, 0]  # [B, S, D], [B, S, V]
         out = []
         step = self.num_at_once(z.shape[1] * self.ids.shape[1])
-        for start in range(0, self.num_samples, step):
+        for start in range(0, max(1, self.num_samples), step):
             part = slice(start, start + step)
             ids = self.ids[part].unsqueeze(1).expand(-1, z.shape[1], -1)
             z_at_ids = wide(z[part].gather(2, ids))  # [B, S, T]

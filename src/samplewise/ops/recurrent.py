@@ -121,7 +121,7 @@ def run_steps(
     flat_gates, flat_hidden = gates.flatten(0, -2), hidden.flatten(0, -2)
     states = (state[0] for state in first)
     y, *ends = Steps.apply(kind, sizes, backwards, flat_gates, flat_hidden, w_hh, b_hh, *states)  # type: ignore[misc]
-    return y.view(*lead, -1), *(end.unsqueeze(0) for end in ends)
+    return y.view(*lead, y.shape[-1]), *(end.unsqueeze(0) for end in ends)
 
 
 @rule(recurrence)

@@ -79,6 +79,8 @@ def _verified(
             for t, layout in copies:
                 grads.marks.set(t, layout)
             grads.mark_inputs(args, kwargs)
+            if grads.batch_size == 0:
+                raise ValueError("a batch without samples shows nothing. Give one of two samples or more.")
             samples = tuple(sorted({0, (grads.batch_size or 1) - 1}))
             own, named = tree_map(fresh, (args, kwargs))
             with same_randomness(module):

@@ -28,7 +28,7 @@ def compared(grads: Grads, outputs: list[Output | Loss | None], alone: dict[int,
     dtypes = _dtypes(grads, outputs)
     rounded = rounded_kinds(grads.parameters.values(), dtypes)
     rounds = rounded and rounded & _kinds(grads, [t for one in alone.values() for t in one.outputs])
-    allowed = max(HALF if rounds else 0.0, *map(tolerance, dtypes))
+    allowed = max([HALF if rounds else 0.0, *map(tolerance, dtypes)])
     errors: dict[str, tuple[float, bool]] = dict.fromkeys(grads, (0.0, True))
     output_error = 0.0
     for b, one in alone.items():
