@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from cases import BY_NAME, Fn
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
 import samplewise as sw
 from samplewise.errors import SamplewiseError
@@ -505,6 +506,20 @@ def test_recurrent_layers_take_no_samples_too(kind, more):
     assert {n: t.shape for n, t in grads.clipped_sum(max_norm=1.0).items()} == {
         n: p.shape for n, p in model.named_parameters()
     }
+
+
+@pytest.mark.parametrize("more", [{}, {"bidirectional": True}, {"num_layers": 2}], ids=str)
+@pytest.mark.parametrize("lengths", [(5, 4, 3, 2), (2, 5, 3, 4)])
+def test_packed_sequences_of_an_lstm_that_projects(lengths, more):
+    """Its first states are zeros, as many as the sequences, packed outside of the block, say."""
+    model = nn.LSTM(5, 4, proj_size=2, **more).double()
+    sequences = [data(length, 5) for length in lengths]
+    with sw.capture(model) as grads:
+        y, _ = model(pack_sequence(sequences, enforce_sorted=lengths[0] == 5))
+        grads.backward(pad_packed_sequence(y)[0].square().sum((0, 2)))
+    for b, sequence in enumerate(sequences):
+        alone = oracle(model, lambda model, x: model(x.transpose(0, 1))[0].square().sum((0, 2)), sequence[None])
+        assert all(relative_error(grads[name].materialize()[b], G[0]) < TOLERANCE for name, G in alone.items())
 
 
 def test_tied_weights_take_no_samples_too():

@@ -113,6 +113,9 @@ class MarkedBatch:
         ids = torch.cat([order[:size] for size in sizes])
         shape = [-1] + [1] * (sequences.data.ndim - 1)
         self.marks.set(sequences.data, Layout(ids.reshape(shape), self.batch_size))
+        for numbers in (sequences.batch_sizes, sequences.sorted_indices, sequences.unsorted_indices):
+            if numbers is not None:
+                self.constants.set(numbers, True)  # states of zeros, as many and in whatever order, are zeros
 
     def _refuse_strange(self, inputs: list[Tensor]) -> None:
         """Raises if these arguments of the model cannot be the batch, or more of it."""
