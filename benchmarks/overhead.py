@@ -2,6 +2,7 @@
 
 python benchmarks/overhead.py                       models of full depth on the CPU, so small that kernels hardly count
 python benchmarks/overhead.py --cuda                those of the GPU table: phases on the host, and what the device does meanwhile
+python benchmarks/overhead.py --poisson 40          another size of the batch in each round, as private training draws
 python benchmarks/overhead.py --profile --rows vit  and the functions that the time goes to
 
 Nothing waits for the device but the end of a step. "Device" is what its kernels take, one after the other, and "kernels" their number:
@@ -103,12 +104,13 @@ def measured(row: Row, options: argparse.Namespace) -> Iterator[list[str]]:
     model, batch = built(row, options.cuda)
     rest: Callable[[], Any] = torch.cuda.synchronize if options.cuda else lambda: None
     phases = {name: Phases() for name in STEPS}
+    batches = [batch] * options.rounds if options.poisson is None else drawn(row, options)
     for step in STEPS.values():
-        for _ in range(3):
+        for batch in batches if options.poisson else batches[:3]:
             step(model, row, batch, Phases())
     gc.collect()
     gc.freeze()
-    for _ in range(options.rounds):
+    for batch in batches:
         for name, step in STEPS.items():
             rest()
             with phases[name].of("whole"):
@@ -130,6 +132,12 @@ def measured(row: Row, options: argparse.Namespace) -> Iterator[list[str]]:
         ]
 
 
+def drawn(row: Row, options: argparse.Namespace) -> list[Batch]:
+    """A batch for each round, of sizes that Poisson sampling draws."""
+    nums = torch.poisson(torch.full((options.rounds,), options.poisson), generator=torch.Generator().manual_seed(0))
+    return [row.batch(**{**row.full, **DEEP[row.name], "B": max(1, int(n))}) for n in nums]
+
+
 def built(row: Row, cuda: bool) -> tuple[nn.Module, Batch]:
     if cuda:
         return row.built("full", "cuda", torch.bfloat16)
@@ -144,7 +152,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--cuda", action="store_true", help="the table's own sizes in bfloat16")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--poisson", type=float, metavar="MEAN", help="on the CPU")
     options = parser.parse_args()
+    if options.poisson and options.cuda:
+        parser.error("--poisson is for the CPU")
     torch.set_num_threads(1)
     device = torch.cuda.get_device_name() if options.cuda else platform.processor() or platform.machine()
     print(f"{device}, torch {torch.__version__}, medians of {options.rounds} rounds in turns, ms\n")
