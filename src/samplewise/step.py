@@ -52,9 +52,10 @@ def per_sample_step(
     `compile`: forward, backward and query become one compiled graph, traced through the same rules when a batch is the
     first of its kind. Parameters and buffers are read anew in every step. A second size of the batch makes one graph for all
     sizes. Attributes of the model, and variables that `loss_fn` and `query` close over, are looked at in every step, and the
-    step is compiled anew where they changed. A step whose course depends on the values of the batch is refused. Where values turn out
-    to need care (a sample that is not finite, positions that cancel), the batch is taken op by op; `step.num_graphs`,
-    `step.num_op_by_op` and `step.why_op_by_op` tell how many graphs were compiled, how many batches went the long way and why.
+    step is compiled anew where they changed. Loss and answer are tensors, numbers and strings in tuples, lists and dicts. A step
+    whose course depends on the values of the batch is refused. Where values turn out to need care (a sample that is not finite,
+    positions that cancel), the batch is taken op by op; `step.num_graphs`, `step.num_op_by_op` and `step.why_op_by_op` tell how
+    many graphs were compiled, how many batches went the long way and why.
     `memory`, `batch_dim`, `verify`, `plan`, `rates`, `params`: as in `capture`; a compiled step gives other parameters no gradient.
     """
 
