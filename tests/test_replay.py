@@ -6,10 +6,11 @@ from stepping import batch_of, per_row
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import samplewise as sw
 from samplewise.compiled.parts import gives_little
-from samplewise.compiled.replay import can_be_recorded, is_all_on, is_of_known_sizes
+from samplewise.compiled.replay import Recording, can_be_recorded, is_all_on, is_of_known_sizes, place_in_memory
 
 
 def test_gradients_of_every_sample_are_not_kept_twice():
@@ -55,3 +56,21 @@ def test_a_step_is_not_recorded_if_the_host_has_part_in_it(name):
         x = torch.empty(4, 4, device="cuda")
         graph = make_fx(function)(x)
     assert is_all_on(x.device, graph) == is_recorded
+
+
+def test_what_is_recorded_has_sizes_that_are_known():
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
+        x = torch.empty(4, 4, device="cuda")
+        known, told = make_fx(lambda x: [x.sin()])(x), make_fx(lambda x: [x[x > 0]])(x)
+    assert can_be_recorded(known, [x]) and not can_be_recorded(told, [x])
+
+
+def test_a_recording_holds_for_parameters_as_they_were():
+    p = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    recording = Recording.__new__(Recording)
+    recording._state, recording._places = [p], [place_in_memory(p)]
+    assert recording.is_valid()
+    p.data = p.data.conj()  # lies where it lay
+    assert not recording.is_valid()
+    p.data = torch.ones(3, dtype=torch.complex64)
+    assert not recording.is_valid()

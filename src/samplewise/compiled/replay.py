@@ -181,7 +181,7 @@ class Recording:
 
     def __init__(self, compiled: Run, tensors: list[Tensor], state: list[Tensor], pool: Any, num_bytes: int = 0):
         """In the memory `pool`, or in one that begins as one block of so many bytes. Recording runs no kernel."""
-        self._state, self._places = state, list(map(_place, state))
+        self._state, self._places = state, list(map(place_in_memory, state))
         self._graph = torch.cuda.CUDAGraph()
         torch._C._cuda_clearCublasWorkspaces()  # or one of an earlier recording would be used, and would hold that one's memory
         with _captured(self._graph, pool or torch.cuda.graph_pool_handle()):
@@ -195,7 +195,7 @@ class Recording:
 
     def is_valid(self) -> bool:
         """Whether parameters and buffers are where they were."""
-        return list(map(_place, self._state)) == self._places
+        return list(map(place_in_memory, self._state)) == self._places
 
     def __call__(self, tensors: tuple[Tensor, ...], num_given: int | None = None) -> list[Tensor]:
         """Copies of the first `num_given` results, or of all; of others the recording's own, which the next step writes over."""
@@ -213,7 +213,7 @@ class Recording:
         return sum(s["total_size"] for s in segments if not kinds or s["segment_type"] in kinds)
 
 
-def _place(t: Tensor) -> tuple[int, bool]:
+def place_in_memory(t: Tensor) -> tuple[int, bool]:
     """Where the tensor is, and whether it is the conjugate of what is there."""
     return t.data_ptr(), t.is_conj()
 
